@@ -1,0 +1,118 @@
+"""Options that several commands share, and the way from options to a workload, a store and JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from db.store import Store
+from tuner.errors import InputError
+from tuner.workload import Workload
+from workers.settings import Settings
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+DatabaseOption = Annotated[
+    str | None,
+    typer.Option("--db", help="Database: a SQLite file or a SQLAlchemy URL. Default: FLASHTUNE_DATABASE_URL."),
+]
+PatternOption = Annotated[
+    str,
+    typer.Option(
+        "--pattern", "-p", help="As in 'causal', 'sliding_window(1024)', 'causal & document(mean=512) + softcap(30)'."
+    ),
+]
+BatchOption = Annotated[int, typer.Option("--batch", "-b", help="Batch size.")]
+HeadsOption = Annotated[int, typer.Option("--heads", help="Query heads.")]
+HeadsKvOption = Annotated[int | None, typer.Option("--heads-kv", help="K/V heads; default: as many as query heads.")]
+SeqlenOption = Annotated[
+    int, typer.Option("--seqlen", "-s", help="Sequence length of queries, and of keys unless given.")
+]
+SeqlenKOption = Annotated[int | None, typer.Option("--seqlen-k", help="Sequence length of keys.")]
+HeadDimOption = Annotated[
+    int, typer.Option("--head-dim", "-d", help="Head dimension of Q and K, and of V unless given.")
+]
+HeadDimVOption = Annotated[int | None, typer.Option("--head-dim-v", help="Head dimension of V.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")]
+OpOption = Annotated[str, typer.Option("--op", help="fwd or bwd.")]
+DeterministicOption = Annotated[bool, typer.Option("--deterministic", help="Only configs that repeat bit by bit.")]
+PolicyOption = Annotated[
+    str,
+    typer.Option("--policy", help="graph: kernel time; eager: what a Python caller waits for; auto: graph on a GPU."),
+]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+
+stderr = Console(stderr=True)
+# A pipe has no width of its own: enough for every column
+stdout = Console(width=None if sys.stdout.isatty() else 160)
+
+
+def workload_from(
+    pattern: str,
+    batch: int,
+    heads: int,
+    heads_kv: int | None,
+    seqlen: int,
+    seqlen_k: int | None,
+    head_dim: int,
+    head_dim_v: int | None,
+    dtype: str,
+    op: str = "fwd",
+    deterministic: bool = False,
+) -> Workload:
+    """Return the workload that the options name. Raises WorkloadError or PatternError."""
+    return Workload.from_dict(
+        {
+            "pattern": pattern,
+            "batch": batch,
+            "heads_q": heads,
+            "heads_kv": heads if heads_kv is None else heads_kv,
+            "seqlen_q": seqlen,
+            "seqlen_k": seqlen if seqlen_k is None else seqlen_k,
+            "head_dim": head_dim,
+            "head_dim_v": head_dim if head_dim_v is None else head_dim_v,
+            "dtype": dtype,
+            "op": op,
+            "deterministic": deterministic,
+        }
+    )
+
+
+def open_store(url: str | None, *, create: bool = True, read_only: bool = False) -> Store:
+    """Open the database of ``--db`` or of the environment. Raises StorageError."""
+    return Store.open(url or Settings.from_env().database_url, create=create, read_only=read_only)
+
+
+def print_json(value: Any) -> None:
+    """Write one JSON document to standard output; NaN and infinity, which JSON lacks, become null."""
+    json.dump(_plain(value), sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def read_script(path: Path | None) -> str:
+    """Return the text of a fake family's script. Raises InputError if it is no JSON object."""
+    if path is None:
+        return ""
+    try:
+        text = path.read_text()
+        if not isinstance(json.loads(text), dict):
+            raise InputError(f"{path} holds no JSON object; see tuner/families/fake.py for the format")
+    except OSError as e:
+        raise InputError(f"cannot read the script {path}: {e.strerror}") from e
+    except json.JSONDecodeError as e:
+        raise InputError(f"{path} is not JSON (line {e.lineno}: {e.msg})") from e
+    return text
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value

@@ -1,0 +1,190 @@
+"""``flashtune tune``: tune here and now, with a progress bar and a table at the end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from api import options as o
+from api.tables import outcome_tables
+from tuner import workload_file
+from tuner.errors import InputError
+from tuner.spec import StudySettings
+from tuner.study import Event
+from tuner.workload import Workload
+from tuner.workload_file import NamedWorkload
+from workers.runner import Outcome, Runner
+from workers.settings import Settings
+
+_WORKLOAD_OPTIONS = (
+    *("pattern", "batch", "heads", "heads_kv", "seqlen", "seqlen_k", "head_dim", "head_dim_v"),
+    *("dtype", "op", "deterministic"),
+)
+
+
+def tune(
+    ctx: typer.Context,
+    file: Annotated[
+        Path | None, typer.Argument(help="A TOML file of workloads; without one, the options name a workload.")
+    ] = None,
+    pattern: o.PatternOption = "causal",
+    batch: o.BatchOption = 1,
+    heads: o.HeadsOption = 16,
+    heads_kv: o.HeadsKvOption = None,
+    seqlen: o.SeqlenOption = 4096,
+    seqlen_k: o.SeqlenKOption = None,
+    head_dim: o.HeadDimOption = 128,
+    head_dim_v: o.HeadDimVOption = None,
+    dtype: o.DtypeOption = "bfloat16",
+    op: o.OpOption = "fwd",
+    deterministic: o.DeterministicOption = False,
+    device: o.DeviceOption = "auto",
+    policy: o.PolicyOption = "auto",
+    family: Annotated[
+        list[str] | None, typer.Option("--family", "-f", help="Only this kernel family; give it again for more.")
+    ] = None,
+    trials: Annotated[
+        int, typer.Option("--trials", "-n", help="Configs to try, besides the stock ones.")
+    ] = StudySettings.max_trials,
+    margin: Annotated[float, typer.Option(help="Publish only what is faster by this fraction.")] = StudySettings.margin,
+    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    compile_timeout: Annotated[float, typer.Option(help="Seconds for one compile.")] = StudySettings.compile_timeout_s,
+    run_timeout: Annotated[
+        float, typer.Option(help="Seconds for one verify and measure.")
+    ] = StudySettings.run_timeout_s,
+    force: Annotated[
+        bool, typer.Option("--force", help="Measure again even if the database knows the answer.")
+    ] = False,
+    fake_script: Annotated[
+        Path | None, typer.Option(help="Run the fake family by this script (for tests).", hidden=True)
+    ] = None,
+    db: o.DatabaseOption = None,
+    json: o.JsonOption = False,
+) -> None:
+    """Tune one workload, or a file of them, on what this machine has."""
+    workloads = _workloads(
+        ctx,
+        file,
+        lambda: o.workload_from(
+            pattern, batch, heads, heads_kv, seqlen, seqlen_k, head_dim, head_dim_v, dtype, op, deterministic
+        ),
+    )
+    study_settings = StudySettings(
+        max_trials=trials, margin=margin, seed=seed, compile_timeout_s=compile_timeout, run_timeout_s=run_timeout
+    )
+    script = o.read_script(fake_script)
+    settings = Settings.from_env()
+    with (
+        o.open_store(db) as store,
+        Runner(settings, store, device=device, policy=policy, only=family or (), script=script) as runner,
+        _terminate_as_interrupt(),
+    ):
+        where = f"{runner.target.model} ({runner.target.arch})"
+        o.stderr.print(f"tuning {len(workloads)} workload(s) on {where}, policy {runner.policy}", highlight=False)
+        outcomes = []
+        with _Bars(o.stderr, len(workloads)) as bars:
+            for outcome in runner.tune(workloads, study_settings, force=force, say=bars.show):
+                outcomes.append(outcome)
+                bars.finish(outcome)
+        target, toolchain = runner.target, runner.toolchain
+    if json:
+        o.print_json(
+            {
+                "target": target.to_dict(),
+                "toolchain": toolchain.to_dict(),
+                "policy": runner.policy,
+                "outcomes": [outcome_dict(x) for x in outcomes],
+            }
+        )
+    else:
+        for table in outcome_tables(outcomes):
+            o.stdout.print(table)
+    if any(x.error for x in outcomes):
+        raise typer.Exit(1)
+
+
+def outcome_dict(outcome: Outcome) -> dict[str, Any]:
+    """Return one workload's outcome as plain JSON values."""
+    return {
+        "name": outcome.named.name,
+        "workload": outcome.named.workload.to_dict(),
+        "study": outcome.study_id,
+        "from_database": outcome.from_database,
+        "error": outcome.error,
+        "tuned": outcome.tuned.to_dict() if outcome.tuned else None,
+        "stats": dict(outcome.stats),
+    }
+
+
+def _workloads(ctx: typer.Context, file: Path | None, single: Callable[[], Workload]) -> list[NamedWorkload]:
+    if file is None:
+        workload = single()
+        return [NamedWorkload(workload.label, workload)]
+    for name in _WORKLOAD_OPTIONS:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "--" + name.replace("_", "-")
+            raise InputError(f"{file} and {option} are both given; name workloads by file or by options, not both")
+    return workload_file.load(file)
+
+
+@contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """Let SIGTERM unwind like Ctrl-C, so that children and locks are let go."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Bars:
+    """One bar for the workloads and one for the study, with the best so far."""
+
+    def __init__(self, console: Console, workloads: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+        )
+        self._all = self._progress.add_task("workloads", total=workloads, visible=workloads > 1)
+        self._study = self._progress.add_task("starting", total=None)
+
+    def __enter__(self) -> _Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, named: NamedWorkload, event: Event) -> None:
+        best = ""
+        if event.best is not None and event.best.ratio is not None:
+            best = f"  best {event.best.ratio:.3f}x ({event.best.config.family} {event.best.config.label})"
+        step = {"start": "compiling and checking the default", "finals": "finals"}.get(event.kind, "searching")
+        total = max(event.total, event.done, 1)
+        self._progress.update(self._study, description=f"{named.name}: {step}{best}", completed=event.done, total=total)
+        trial = event.trial
+        if not self._progress.console.is_terminal and trial is not None:  # a log gets a line, not a bar
+            speed = "" if trial.ratio is None else f" {trial.ratio:.3f}x"
+            self._progress.console.print(
+                f"[{event.done}/{event.total}] {trial.config.family} {trial.config.label}: {trial.status}{speed}",
+                highlight=False,
+            )
+
+    def finish(self, outcome: Outcome) -> None:
+        self._progress.advance(self._all)
+        if outcome.error:
+            self._progress.console.print(f"{outcome.named.name}: {outcome.error}", style="red", highlight=False)
+        elif outcome.tuned is not None:
+            known = " (from the database)" if outcome.from_database else ""
+            self._progress.console.print(f"{outcome.named.name}: {outcome.tuned.verdict}{known}", highlight=False)

@@ -1,0 +1,215 @@
+"""Every study of one database: beginning, finding and listing them, and what they published.
+
+Everything is durable when a call returns, and a call that fails changes nothing. Whatever a person
+can cause is raised as ``tuner.errors.StorageError``.
+
+    >>> with Store.open("/srv/flashtune/flashtune.db") as store:  # doctest: +SKIP
+    ...     study = store.begin_study(spec, settings)
+    ...     study.add_trial(trial)
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import func, select
+
+from db.models import DONE, RUNNING, StudyModel, TrialModel, TunedConfigModel
+from db.session import Database, open_database
+from db.study import StudyHandle, digest, target_of, toolchain_of
+from tuner.config import Config
+from tuner.errors import InputError
+from tuner.spec import StudySettings, StudySpec
+from tuner.target import Target, Toolchain
+from tuner.trial import TrialStatus, TunedConfig, Verdict
+from tuner.workload import Workload
+
+__all__ = ["Published", "Store", "StudyHandle", "StudyRow"]
+
+
+@dataclass(frozen=True)
+class StudyRow:
+    """One line of a list of studies; ``verdict``, ``config`` and ``speedup`` are None before an answer."""
+
+    id: str
+    run: int
+    workload: Workload
+    target: Target
+    policy: str
+    state: str  # running or done
+    trials: int
+    ok: int  # how many of them compiled, were right and were measured
+    verdict: Verdict | None
+    config: Config | None
+    speedup: float | None
+    created_at: datetime
+    finished_at: datetime | None
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published answer; ``version`` counts the answers for one workload, target, toolchain and policy."""
+
+    workload: Workload
+    target: Target
+    toolchain: Toolchain
+    policy: str
+    tuned: TunedConfig
+    study_id: str
+    version: int
+    published_at: datetime
+
+
+class Store:
+    """Every study of one database. Use it as a context manager, or call ``close``."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @classmethod
+    def open(cls, url: str, *, create: bool = True, read_only: bool = False) -> Store:
+        """Open the database at ``url``, a SQLAlchemy URL or the path of a SQLite file.
+
+        ``create`` makes the file, its folder (mode 0700) and the tables where they are missing. The
+        schema is brought to the newest revision; any number of processes may do so at once.
+
+        Raises:
+            StorageError: naming the database without its password, and the next step.
+        """
+        return cls(open_database(url, create=create, read_only=read_only))
+
+    @property
+    def location(self) -> str:
+        """The path, or the URL without its secrets: for people to read."""
+        return self._database.label
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._database.close()
+
+    def begin_study(self, spec: StudySpec, settings: StudySettings, *, force: bool = False) -> StudyHandle:
+        """Return the newest study of ``spec``, running or done, or a new one if there is none.
+
+        With ``force`` a done study is left alone and the next run begun; a running one goes on. A
+        running study takes the new settings, a done one keeps those that it was answered under.
+        """
+        key_hash = digest(spec.key)
+        newest = select(StudyModel).where(StudyModel.spec_key_hash == key_hash).order_by(StudyModel.run.desc())
+        with self._database.write(alone=True) as session:
+            row = session.scalar(newest.limit(1))
+            if row is None or (force and row.state == DONE):
+                row = _new_study(spec, settings, key_hash, run=row.run + 1 if row else 1)
+                session.add(row)
+            elif row.state == RUNNING:
+                row.settings, row.updated_at = settings.to_dict(), datetime.now(UTC)
+            return StudyHandle(self._database, row)
+
+    def study(self, ref: str) -> StudyHandle:
+        """Return the study with this id, or the only one whose id begins with ``ref``.
+
+        Raises:
+            InputError: if there is none or more than one.
+        """
+        wanted = ref.strip().lower()
+        if not re.fullmatch(r"[0-9a-f]{1,12}", wanted):
+            raise InputError(f"{ref!r} is no study id (up to 12 hexadecimal digits); see `flashtune studies`")
+        query = select(StudyModel).where(StudyModel.id.startswith(wanted)).order_by(StudyModel.id).limit(5)
+        with self._database.read() as session:
+            rows = session.scalars(query).all()
+            if not rows:
+                raise InputError(f"no study has the id {ref!r}; see `flashtune studies`")
+            if len(rows) > 1:
+                among = ", ".join(row.id for row in rows)
+                raise InputError(f"{ref!r} begins several ids ({among}); give more of it, see `flashtune studies`")
+            return StudyHandle(self._database, rows[0])
+
+    def studies(self, limit: int = 50) -> list[StudyRow]:
+        """Return the last ``limit`` studies, the newest first."""
+        if limit < 1:
+            raise InputError(f"limit is {limit}; it must be at least 1")
+        count = select(func.count()).where(TrialModel.study_id == StudyModel.id).correlate(StudyModel)
+        ok = count.where(TrialModel.status == str(TrialStatus.OK))
+        query = (
+            select(StudyModel, count.scalar_subquery(), ok.scalar_subquery(), TunedConfigModel.tuned)
+            .outerjoin(TunedConfigModel, TunedConfigModel.study_id == StudyModel.id)
+            .order_by(StudyModel.created_at.desc(), StudyModel.run.desc(), StudyModel.id)
+            .limit(limit)
+        )
+        with self._database.read() as session:
+            return [self._study_row(*found) for found in session.execute(query)]
+
+    def published(self, *, workload_key: str | None = None) -> list[Published]:
+        """Return the newest answer for each workload, target, toolchain and policy, in the order of these."""
+        answer = TunedConfigModel
+        newest = select(answer.answer_hash, func.max(answer.version).label("version")).group_by(answer.answer_hash)
+        if workload_key is not None:
+            newest = newest.where(answer.workload_key == workload_key)
+        last = newest.subquery()
+        query = (
+            select(answer, StudyModel)
+            .join(last, (last.c.answer_hash == answer.answer_hash) & (last.c.version == answer.version))
+            .join(StudyModel, StudyModel.id == answer.study_id)
+            .order_by(answer.workload_key, answer.target_key, answer.toolchain_key, answer.policy)
+        )
+        with self._database.read() as session:
+            return [self._published(*found) for found in session.execute(query)]
+
+    def _study_row(self, row: StudyModel, trials: int, ok: int, stored: dict[str, Any] | None) -> StudyRow:
+        tuned = None if stored is None else self._database.value(TunedConfig.from_dict, stored)
+        return StudyRow(
+            id=row.id,
+            run=row.run,
+            workload=self._database.value(Workload.from_dict, row.workload),
+            target=self._database.value(target_of, row.target),
+            policy=row.policy,
+            state=row.state,
+            trials=trials,
+            ok=ok,
+            verdict=tuned.verdict if tuned else None,
+            config=tuned.config if tuned else None,
+            speedup=tuned.speedup if tuned else None,
+            created_at=row.created_at,
+            finished_at=row.finished_at,
+        )
+
+    def _published(self, answer: TunedConfigModel, row: StudyModel) -> Published:
+        return Published(
+            workload=self._database.value(Workload.from_dict, row.workload),
+            target=self._database.value(target_of, row.target),
+            toolchain=self._database.value(toolchain_of, row.toolchain),
+            policy=answer.policy,
+            tuned=self._database.value(TunedConfig.from_dict, answer.tuned),
+            study_id=answer.study_id,
+            version=answer.version,
+            published_at=answer.published_at,
+        )
+
+
+def _new_study(spec: StudySpec, settings: StudySettings, key_hash: str, run: int) -> StudyModel:
+    now = datetime.now(UTC)
+    return StudyModel(
+        id=uuid.uuid4().hex[:12],
+        spec_key_hash=key_hash,
+        run=run,
+        workload=spec.workload.to_dict(),
+        workload_key=spec.workload.key,
+        target=spec.target.to_dict(),
+        target_key=spec.target.key,
+        toolchain=spec.toolchain.to_dict(),
+        toolchain_key=spec.toolchain.key,
+        policy=spec.policy,
+        families=list(spec.families),
+        settings=settings.to_dict(),
+        state=RUNNING,
+        created_at=now,
+        updated_at=now,
+    )

@@ -1,0 +1,55 @@
+"""The example workload files hold what they promise."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tuner.pattern import parse
+from tuner.workload import Workload
+from tuner.workload_file import load
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_every_example_is_tested_here() -> None:
+    assert {p.name for p in EXAMPLES.glob("*.toml")} == {"quick_cpu.toml", "h200.toml", "llama_gemma_mistral.toml"}
+
+
+def test_quick_cpu() -> None:
+    assert {w.workload for w in load(EXAMPLES / "quick_cpu.toml")} == {
+        Workload(1, 8, 8, 2048, 2048, 64, dtype="float32", pattern=parse(p)) for p in ("sliding_window(256)", "causal")
+    }
+
+
+def test_h200() -> None:
+    patterns = (
+        "causal", "full", "sliding_window(1024)", "document(mean=2048)", "causal + softcap(30)", "causal + alibi",
+    )  # fmt: skip
+    found = load(EXAMPLES / "h200.toml")
+    assert len(found) == 24
+    assert {w.workload for w in found} == {
+        Workload(batch, 16, 16, seqlen, seqlen, head_dim, dtype="bfloat16", pattern=parse(p))
+        for head_dim, (seqlen, batch), p in product((64, 128), ((1024, 16), (8192, 2)), patterns)
+    }
+
+
+@pytest.mark.parametrize(
+    ("prefix", "heads_q", "heads_kv", "head_dim", "patterns"),
+    [
+        ("llama-3-8b", 32, 8, 128, {"causal"}),
+        ("llama-3-70b", 64, 8, 128, {"causal"}),
+        ("gemma-2-9b", 16, 8, 256, {"sliding_window(4096) + softcap(50)", "causal + softcap(50)"}),
+        ("gemma-3-4b", 8, 4, 256, {"sliding_window(1024)", "causal"}),
+        ("mistral-7b", 32, 8, 128, {"sliding_window(4096)"}),
+    ],
+)
+def test_models(prefix: str, heads_q: int, heads_kv: int, head_dim: int, patterns: set[str]) -> None:
+    found = [w.workload for w in load(EXAMPLES / "llama_gemma_mistral.toml") if w.name.partition("[")[0] == prefix]
+    assert {w.pattern for w in found} == {parse(p) for p in patterns}
+    assert {(w.heads_q, w.heads_kv, w.head_dim, w.head_dim_v) for w in found} == {
+        (heads_q, heads_kv, head_dim, head_dim)
+    }
+    assert {(w.seqlen_q, w.seqlen_k, w.dtype, w.op) for w in found} == {(8192, 8192, "bfloat16", "fwd")}

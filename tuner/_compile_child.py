@@ -1,0 +1,38 @@
+"""Compiles configs, one a request. Sees no GPU, except in the lane for rivals that compile on one.
+
+A script, not a module to import: ``tuner.compile`` starts it with the compile target in the
+environment, since FA4 and CuTeDSL read it on import.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tuner import _child_io
+from tuner.config import Config
+from tuner.families import load
+from tuner.families.base import Room
+from tuner.target import Target
+from tuner.workload import Workload
+
+
+def handle(request: dict[str, Any], _event: Any) -> dict[str, Any]:
+    """Compile one config; an ordinary exception of the compiler is an answer, not a crash."""
+    room = Room(Target(**request["target"]), Path(request["cache_dir"]), request.get("script", ""))
+    config, workload = Config.from_dict(request["config"]), Workload.from_dict(request["workload"])
+    start = time.perf_counter()
+    try:
+        found = load(config.family).compile(config, workload, room)
+    except Exception as e:
+        return {"ok": False, "error": _child_io.error_text(e), "seconds": time.perf_counter() - start}
+    return {"ok": True, "resources": found.to_dict(), "seconds": time.perf_counter() - start}
+
+
+if __name__ == "__main__":
+    _child_io.serve(handle)

@@ -1,0 +1,73 @@
+"""Owns the device: verifies and measures, one request at a time. May be killed at any moment.
+
+A script, not a module to import: ``tuner.sandbox`` starts it with the target pinned in the
+environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tuner import _child_io
+from tuner.bench import Bench, BenchError
+from tuner.config import Config
+from tuner.families.base import Room
+from tuner.lab import open_lab
+from tuner.target import Target
+from tuner.workload import Workload
+
+_bench: Bench | None = None
+
+
+def handle(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Answer ``open``, ``attempt``, ``finals`` or ``rounds``."""
+    global _bench
+    operation = request["op"]
+    if operation == "open":
+        _bench = None  # frees the last workload's memory before the next one's is taken
+        _free()
+        try:
+            _bench = _open(request)
+        except BenchError as e:
+            return {"ok": False, "error": str(e)}
+        return {"ok": True}
+    assert _bench is not None
+    if operation == "attempt":
+        answer = _bench.attempt(Config.from_dict(request["config"]))
+        _free()
+        return answer
+    if operation == "finals":
+        try:
+            _bench.prepare_finals([Config.from_dict(c) for c in request["configs"]], say)
+        except Exception as e:
+            return {"ok": False, "error": _child_io.error_text(e)}
+        return {"ok": True}
+    return _bench.rounds(request["count"], request["seed"])
+
+
+def _open(request: dict[str, Any]) -> Bench:
+    workload, default = Workload.from_dict(request["workload"]), Config.from_dict(request["default"])
+    room = Room(Target(**request["target"]), Path(request["cache_dir"]), request.get("script", ""))
+    try:
+        lab = open_lab(default, workload, room, request["policy"])
+    except Exception as e:
+        raise BenchError(_child_io.error_text(e)) from e
+    first = int.from_bytes(os.urandom(4), "little")  # inputs are fresh every time
+    return Bench(lab, default, workload.dtype, request["policy"], [first, first + 1])
+
+
+def _free() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    _child_io.serve(handle)

@@ -1,0 +1,168 @@
+"""The protocol of one workload on one device: verify, measure beside the default, run the finals.
+
+Runs in the measuring child, on top of a lab. Every time is taken next to one of the default's, so
+that what the machine does meanwhile (clocks, heat, neighbours) falls on both.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tuner._child_io import error_text
+from tuner.config import Config
+from tuner.lab import Lab, Timer
+from tuner.trial import TrialStatus
+from tuner.verify import STOCK_LIMIT, Errors, errors, judge
+
+PAIRS = 9
+_HOPELESS_AFTER, _HOPELESS_RATIO = 3, 0.7  # a config this far behind needs no more pairs
+_WARM_SAMPLES = 40  # the first samples of a cool GPU read up to 7% slow
+_CLOCK_DROP = 0.95  # a round below this share of the median clock is dropped
+
+
+class BenchError(Exception):
+    """The default itself does not run, or is wrong."""
+
+
+class Bench:
+    """One workload with its default, ready to try configs against it."""
+
+    def __init__(self, lab: Lab, default: Config, dtype: str, policy: str, seeds: Sequence[int]) -> None:
+        """Draw inputs, compute references, and verify the default. Raises BenchError."""
+        self._lab, self._policy, self._seeds = lab, policy, list(seeds)
+        self._draws = [(inputs, lab.reference(inputs)) for inputs in map(lab.draw, seeds)]
+        try:
+            kernel = lab.build(default)
+            self._stock = self._errors(kernel)[0]
+            if not self._stock.whole <= STOCK_LIMIT[dtype]:
+                raise BenchError(f"the default's relative error is {self._stock.whole:.3g}, above {STOCK_LIMIT[dtype]}")
+            self._default = lab.timer(kernel)
+        except BenchError:
+            raise
+        except Exception as e:
+            raise BenchError(error_text(e)) from e
+        self._finalists: list[Timer] = []
+        self._clocks: list[float] = []
+        for _ in range(_WARM_SAMPLES):
+            self._default()
+        lab.faults()
+
+    def attempt(self, config: Config) -> dict[str, Any]:
+        """Build, verify and measure one config. Returns status, error, verification, measurement, notes."""
+        try:
+            kernel = self._lab.build(config)
+            verification = self._verify(kernel)
+            if not verification["passed"]:
+                return self._answer(TrialStatus.INCORRECT, verification["reason"], verification)
+            measurement = self._pairs(self._lab.timer(kernel))
+        except Exception as e:
+            lost = not self._lab.healthy()
+            status = TrialStatus.RUN_CRASH if lost else TrialStatus.RUN_ERROR
+            return {**self._answer(status, error_text(e)), "lost": lost}
+        return self._answer(TrialStatus.OK, "", verification, measurement)
+
+    def prepare_finals(self, configs: Sequence[Config], say: Callable[[dict[str, Any]], None]) -> None:
+        """Build the finalists; announces each, so that the parent knows whom to blame for a crash."""
+        self._finalists = []
+        for i, config in enumerate(configs):
+            say({"event": "building", "finalist": i})
+            self._finalists.append(self._lab.timer(self._lab.build(config)))
+        say({"event": "building", "finalist": None})
+
+    def rounds(self, count: int, seed: int) -> dict[str, Any]:
+        """Measure every finalist once a round, in random order.
+
+        Returns ``times`` (rounds x finalists, microseconds) and ``dropped``: rounds that saw
+        throttling or a clock drop and were run again. After as many dropped as asked for, the
+        machine is what it is, and the rest are kept.
+        """
+        rng, dropped = random.Random(seed), 0
+        times: list[list[float]] = []
+        clocks: list[Any] = []
+        while len(times) < count:
+            order = list(range(len(self._finalists)))
+            rng.shuffle(order)
+            row = [0.0] * len(order)
+            for i in order:
+                row[i] = self._finalists[i]()
+            conditions = self._lab.conditions()
+            if dropped < count and self._disturbed(conditions):
+                dropped += 1
+                continue
+            clocks.append(conditions.get("sm_mhz"))
+            times.append(row)
+        return {"times": times, "dropped": dropped, "sm_mhz": clocks, "notes": self._lab.faults()}
+
+    def _disturbed(self, conditions: Mapping[str, Any]) -> bool:
+        clock = conditions.get("sm_mhz")
+        if clock is not None:
+            self._clocks.append(clock)
+            if clock < _CLOCK_DROP * statistics.median(self._clocks):
+                return True
+        return bool(conditions["throttled"])
+
+    def _errors(self, kernel: Any) -> tuple[Errors, int]:
+        """Return the worst errors over the draws, and how many draws were looked at."""
+        worst = Errors(0.0, 0.0)
+        for n, (inputs, ref) in enumerate(self._draws, start=1):
+            worst = worst.worst(errors(self._lab.run(kernel, inputs), ref))
+            if worst.whole != worst.whole:
+                return worst, n
+        return worst, len(self._draws)
+
+    def _verify(self, kernel: Any) -> dict[str, Any]:
+        found, draws = self._errors(kernel)
+        reason = judge(found, self._stock)
+        return {
+            "error": found.whole,
+            "row_error": found.row,
+            "stock_error": self._stock.whole,
+            "stock_row_error": self._stock.row,
+            "draws": draws,
+            "seed": self._seeds[0],
+            "passed": not reason,
+            "reason": reason,
+        }
+
+    def _pairs(self, config: Timer) -> dict[str, Any]:
+        mine: list[float] = []
+        beside: list[float] = []
+        for i in range(PAIRS):
+            if i % 2:
+                mine.append(config())
+                beside.append(self._default())
+            else:
+                beside.append(self._default())
+                mine.append(config())
+            if i + 1 == _HOPELESS_AFTER and _ratio(beside, mine) < _HOPELESS_RATIO:
+                break
+        return {
+            "policy": self._policy,
+            "samples_us": mine,
+            "default_us": beside,
+            "ratio": _ratio(beside, mine),
+            "median_us": statistics.median(mine),
+        }
+
+    def _answer(
+        self,
+        status: TrialStatus,
+        error: str,
+        verification: dict[str, Any] | None = None,
+        measurement: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        return {
+            "status": str(status),
+            "error": error,
+            "verification": verification,
+            "measurement": measurement,
+            "notes": self._lab.faults(),
+            "lost": False,
+        }
+
+
+def _ratio(beside: Sequence[float], mine: Sequence[float]) -> float:
+    return statistics.median(b / m for b, m in zip(beside, mine, strict=True))

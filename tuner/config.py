@@ -1,0 +1,80 @@
+"""One point of a family's tunables, frozen, with a canonical key.
+
+A config without parameters is the family's stock behaviour: the call that a user makes who tunes
+nothing.
+
+    >>> Config.make("fa4_fwd_sm90", 1, tile_m=128, tile_n=96, mma_pv_is_rs=True).key
+    'fa4_fwd_sm90/1:mma_pv_is_rs=1,tile_m=128,tile_n=96'
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tuner.errors import ConfigError
+
+Param = int | str | bool
+
+_PAIRS = (("tile_m", "tile_n"), ("q_block", "kv_block"))
+_SHORT = {"mma_pv_is_rs": "rs", "intra_wg_overlap": "overlap", "num_stages": "stages"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A family's name and version with its parameters, sorted by name."""
+
+    family: str
+    version: int
+    params: tuple[tuple[str, Param], ...] = ()
+
+    @classmethod
+    def make(cls, family: str, version: int, **params: Param) -> Config:
+        """Build a config; raises ConfigError for a value that has no canonical text."""
+        for name, value in params.items():
+            # a word that reads as a number would share its key with that number
+            word = isinstance(value, str) and re.fullmatch(r"(?!-?\d+$)[\w.\-]+", value)
+            if not name.isidentifier() or not (isinstance(value, int) or word):
+                raise ConfigError(f"{family} parameter {name}={value!r} has no canonical form; use int, bool or a word")
+        return cls(family, version, tuple(sorted(params.items())))
+
+    @property
+    def key(self) -> str:
+        inside = ",".join(f"{k}={int(v) if isinstance(v, bool) else v}" for k, v in self.params)
+        return f"{self.family}/{self.version}:{inside}"
+
+    @property
+    def is_stock(self) -> bool:
+        return not self.params
+
+    @property
+    def label(self) -> str:
+        """Short text for tables, as ``128x96 native rs stages=2``; ``stock`` without parameters."""
+        params = dict(self.params)
+        words = [f"{params.pop(a)}x{params.pop(b)}" for a, b in _PAIRS if a in params and b in params]
+        for name, value in params.items():
+            if value is True:
+                words.append(_SHORT.get(name, name))
+            elif isinstance(value, str):
+                words.append(value)
+            elif value is not False:
+                words.append(f"{_SHORT.get(name, name)}={value}")
+        return " ".join(words) or "stock"
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return dict(self.params).get(name, default)
+
+    def __getitem__(self, name: str) -> Param:
+        return dict(self.params)[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"family": self.family, "version": self.version, "params": dict(self.params)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        try:
+            return cls.make(values["family"], values["version"], **values["params"])
+        except (KeyError, TypeError) as e:
+            raise ConfigError(f"not a config: {values!r} ({e})") from None

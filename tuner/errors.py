@@ -1,0 +1,50 @@
+"""Every exception that flashtune raises on purpose.
+
+FlashtuneError
+├── InputError            a value that a person gave is wrong (exit code 2)
+│   ├── PatternError
+│   ├── WorkloadError
+│   ├── ConfigError
+│   ├── TargetError
+│   └── StorageError      the database cannot be opened, read or written
+└── MachineError          the machine failed, not a config: worth a retry, never told to the search
+    └── DefaultError      the stock kernel itself does not run or is wrong here
+
+Failures *of a config* are not exceptions: they are trial statuses (``tuner.trial``).
+"""
+
+
+class FlashtuneError(Exception):
+    """Base of everything flashtune raises on purpose."""
+
+
+class InputError(FlashtuneError):
+    """A value given from outside is wrong; the message names it and says what to do next."""
+
+
+class PatternError(InputError):
+    """A pattern is unknown, malformed or contradicts itself."""
+
+
+class WorkloadError(InputError):
+    """A workload has an impossible shape or names something that does not exist."""
+
+
+class ConfigError(InputError):
+    """A config names an unknown family or an unknown tunable."""
+
+
+class TargetError(InputError):
+    """A target does not exist, or is not on this machine."""
+
+
+class StorageError(InputError):
+    """The database cannot be opened, read or written as asked."""
+
+
+class MachineError(FlashtuneError):
+    """The machine failed (lost child, full disk, no GPU left): retry; says nothing about a config."""
+
+
+class DefaultError(MachineError):
+    """The stock kernel does not run, or is wrong, on this machine: there is nothing to compare with."""

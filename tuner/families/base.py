@@ -1,0 +1,72 @@
+"""What every kernel family offers: the contract that the conformance suite checks.
+
+A family is a module-level object without state. Its methods up to ``extras`` run in any process
+and import nothing heavy; ``compile`` runs in the compiling child, ``build`` in the measuring one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from tuner.config import Config, Param
+from tuner.target import Target
+from tuner.trial import Resources
+from tuner.workload import Workload
+
+Space = Mapping[str, tuple[Param, ...]]
+
+# A kernel ready to run: takes one set of inputs, returns the output tensor.
+Kernel = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a family works: the target it builds for and the folder of its compiled objects."""
+
+    target: Target
+    cache_dir: Path
+    script: str = ""  # the fake family's script, JSON
+
+
+class KernelFamily(Protocol):
+    """One implementation line with its own tunables."""
+
+    name: str
+    version: int  # part of every config's key: a new tunable bumps it
+    compile_in: Literal["cpu", "device", "nowhere"]  # where compiling ahead of measuring happens
+    lab: str  # "module:object" of the lab that verifies and measures it
+
+    def refuses(self, workload: Workload, target: Target) -> str:
+        """Return why the family cannot compute ``workload`` on ``target``; empty if it can."""
+        ...
+
+    def stock(self, workload: Workload) -> Config:
+        """Return the config of a user who tunes nothing."""
+        ...
+
+    def space(self, workload: Workload) -> Space:
+        """Return the tunables and their values; empty if there is nothing to tune."""
+        ...
+
+    def first(self, workload: Workload) -> tuple[Config, ...]:
+        """Return configs worth trying before any others; infeasible ones are skipped."""
+        ...
+
+    def feasible(self, config: Config, workload: Workload, target: Target) -> str:
+        """Return why ``config`` cannot run, each constraint stated once; empty if it may."""
+        ...
+
+    def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
+        """Return what the caller must build beside the kernel, as the BlockMask's block size."""
+        ...
+
+    def compile(self, config: Config, workload: Workload, room: Room) -> Resources:
+        """Compile into ``room.cache_dir`` and return what the code takes. Raises what the compiler raises."""
+        ...
+
+    def build(self, config: Config, workload: Workload, room: Room) -> Kernel:
+        """Return the kernel, ready to run on this process's device. Raises what the library raises."""
+        ...

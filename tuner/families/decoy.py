@@ -1,0 +1,92 @@
+"""The stock kernel under other names, with planted slowdowns: does the tuner tell the truth?
+
+An instrument for honesty checks on a real GPU. Every variant is FA4's stock forward followed by a
+spinning kernel; the script gives each a share of the stock kernel's time to spin:
+
+    {"slower": {"stock": 0.03, "default": 0.03, "7": 0.0}, "variants": 12}
+
+``stock`` is the default config, ``default`` every variant not named. All zero: nothing to find.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tuner.config import Config
+from tuner.families.base import Kernel, Room, Space
+from tuner.families.fa4_fwd_sm90 import FAMILY as FA4
+from tuner.target import Target
+from tuner.trial import Resources
+from tuner.workload import Workload
+
+_BASE_SPIN_US = 2.0  # everyone spins this much, so that all launch the same kernels
+_VARIANTS = 12
+
+
+class Decoy:
+    """FA4's stock forward, times a planted factor."""
+
+    name = "decoy"
+    version = 1
+    compile_in = "cpu"
+    lab = "tuner.lab_torch:TorchLab"
+
+    def refuses(self, workload: Workload, target: Target) -> str:
+        return FA4.refuses(workload, target)
+
+    def stock(self, workload: Workload) -> Config:
+        return Config.make(self.name, self.version)
+
+    def space(self, workload: Workload) -> Space:
+        return {"variant": tuple(range(_VARIANTS))}
+
+    def first(self, workload: Workload) -> tuple[Config, ...]:
+        return ()
+
+    def feasible(self, config: Config, workload: Workload, target: Target) -> str:
+        return ""
+
+    def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
+        return {}
+
+    def compile(self, config: Config, workload: Workload, room: Room) -> Resources:
+        return FA4.compile(FA4.stock(workload), workload, room)
+
+    def build(self, config: Config, workload: Workload, room: Room) -> Kernel:
+        import torch
+
+        kernel = FA4.build(FA4.stock(workload), workload, room)
+        slower = json.loads(room.script or "{}").get("slower", {})
+        name = "stock" if config.is_stock else str(config["variant"])
+        share = float(slower.get(name, slower.get("default", 0.0) if name != "stock" else 0.0))
+        cycles = _spin_cycles(kernel, workload, share)
+
+        def run(inputs: Any) -> torch.Tensor:
+            out: torch.Tensor = kernel(inputs)
+            torch.cuda._sleep(cycles)
+            return out
+
+        return run
+
+
+FAMILY = Decoy()
+
+_stock_us: dict[str, float] = {}
+_cycles_per_us: list[float] = []
+
+
+def _spin_cycles(kernel: Kernel, workload: Workload, share: float) -> int:
+    """Return the clock cycles to spin: the base, and ``share`` of the kernel's time measured once here."""
+    import torch
+
+    from tuner.lab_torch import make_inputs
+    from tuner.measure import timer
+
+    if not _cycles_per_us:
+        spin_us = timer(lambda inputs: torch.cuda._sleep(2_000_000), [None], "graph", "cuda")()
+        _cycles_per_us.append(2_000_000 / spin_us)
+    if workload.key not in _stock_us:
+        sample = timer(kernel, [make_inputs(workload, "cuda", 0)], "graph", "cuda")
+        _stock_us[workload.key] = sorted(sample() for _ in range(50))[25]
+    return int(_cycles_per_us[0] * (_BASE_SPIN_US + share * _stock_us[workload.key]))

@@ -1,0 +1,59 @@
+"""FlexAttention calls, compiled afresh for every config: shared by its three families."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from tuner.families import pattern_torch
+from tuner.families.base import Kernel
+from tuner.workload import Workload
+
+DEFAULT_BLOCK = 128  # FlexAttention's BLOCK_SIZE where none is given
+
+
+def build(workload: Workload, device: str, block: tuple[int, int], options: Any = None) -> Kernel:
+    """Return flex_attention under torch.compile for the pattern, with a BlockMask of ``block`` = (q, kv).
+
+    Takes inputs of shape (batch, seqlen, heads, head_dim) and returns the output likewise.
+    """
+    score_mod = pattern_torch.score_mod(workload)
+    block_mask = make_block_mask(workload, device, block)
+    gqa = workload.heads_q != workload.heads_kv
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return flex_attention(
+            q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=gqa, kernel_options=options
+        )
+
+    compiled = torch.compile(_own_code(attend), dynamic=False, fullgraph=True)
+
+    def run(inputs: Any) -> torch.Tensor:
+        out: torch.Tensor = compiled(inputs.q.transpose(1, 2), inputs.k.transpose(1, 2), inputs.v.transpose(1, 2))
+        return out.transpose(1, 2)
+
+    return run
+
+
+def make_block_mask(workload: Workload, device: str, block: tuple[int, int]) -> BlockMask | None:
+    """Return the pattern's BlockMask, shared by batch and heads, or None if nothing is masked."""
+    keep = pattern_torch.mask_mod(workload, device)
+    if keep is None:
+        return None
+    return create_block_mask(keep, None, None, workload.seqlen_q, workload.seqlen_k, device=device, BLOCK_SIZE=block)
+
+
+def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with a code object of its own.
+
+    Dynamo keeps its compiled graphs on the code object and stops compiling after eight of them:
+    FlexAttention then runs unfused, 200 times slower, with only a warning.
+    """
+    copy = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
+    )
+    return copy

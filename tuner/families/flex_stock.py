@@ -1,0 +1,72 @@
+"""FlexAttention on a GPU as PyTorch ships it: what a user has today, with nothing to tune."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tuner.config import Config
+from tuner.families.base import Kernel, Room, Space
+from tuner.target import Target
+from tuner.trial import Resources
+from tuner.workload import Workload
+
+
+class FlexStock:
+    """One backend of FlexAttention, with its default BlockMask and options."""
+
+    version = 1
+    compile_in = "device"  # Inductor compiles and FA4 JITs on the first call, which needs a GPU
+    lab = "tuner.lab_torch:TorchLab"
+
+    def __init__(self, name: str, backend: str, arches: tuple[str, ...], max_head_dim: int) -> None:
+        self.name = name
+        self._backend, self._arches, self._max_head_dim = backend, arches, max_head_dim
+
+    def refuses(self, workload: Workload, target: Target) -> str:
+        if not target.is_gpu:
+            return f"needs a GPU, the target is {target.arch}"
+        if self._arches and target.arch not in self._arches:
+            return f"needs {' or '.join(self._arches)}, the target is {target.arch}"
+        if workload.op != "fwd":
+            return f"computes fwd here, not {workload.op}"
+        if workload.layout != "dense":
+            return f"has no {workload.layout} layout"
+        if workload.dtype == "float32" and self._backend == "FLASH":
+            return "computes bfloat16 and float16, not float32"
+        if max(workload.head_dim, workload.head_dim_v) > self._max_head_dim:
+            return f"head_dim goes to {self._max_head_dim}, not {max(workload.head_dim, workload.head_dim_v)}"
+        return ""
+
+    def stock(self, workload: Workload) -> Config:
+        return Config.make(self.name, self.version)
+
+    def space(self, workload: Workload) -> Space:
+        return {}
+
+    def first(self, workload: Workload) -> tuple[Config, ...]:
+        return ()
+
+    def feasible(self, config: Config, workload: Workload, target: Target) -> str:
+        return "" if config.is_stock else "has nothing to tune"
+
+    def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
+        extras: dict[str, Any] = {"kernel_options": {"BACKEND": self._backend}}
+        if workload.pattern.masks:
+            extras["block_size"] = [128, 128]
+        return extras
+
+    def compile(self, config: Config, workload: Workload, room: Room) -> Resources:
+        from tuner.lab_torch import first_call
+
+        first_call(self.build(config, workload, room), workload, "cuda")
+        return Resources()
+
+    def build(self, config: Config, workload: Workload, room: Room) -> Kernel:
+        from tuner.families import flex
+
+        block = (flex.DEFAULT_BLOCK, flex.DEFAULT_BLOCK)
+        return flex.build(workload, "cuda", block, {"BACKEND": self._backend})
+
+
+FLASH = FlexStock("flex_flash_stock", "FLASH", ("sm_90a", "sm_100a"), 256)
+TRITON = FlexStock("flex_triton_stock", "TRITON", (), 512)

@@ -1,0 +1,73 @@
+"""Patterns as CuTe functions: what FA4 compiles into its kernels.
+
+The functions are traced, not run: indices are ``TensorSSA`` values of Int32, scores of Float32.
+Each function carries ``__cute_hash__``, FA4's hook for its compile key: the canonical text of the
+pattern, so that equal patterns share a compiled kernel in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from flash_attn.cute import utils
+
+from tuner.families.pattern_torch import softcap_of
+from tuner.workload import Workload
+
+_HASH_VERSION = "flashtune-cute-1"
+
+
+def mask_mod(workload: Workload) -> Callable[..., Any]:
+    """Return the mask_mod of the pattern's masks; a document mask reads aux_tensors[0], int32 (seqlen,)."""
+    pattern, shift = workload.pattern, workload.seqlen_k - workload.seqlen_q
+    tests: list[Callable[[Any, Any, Any], Any]] = []
+    if pattern.mask("causal"):
+        tests.append(lambda q, kv, aux: kv <= q + _int(shift))
+    if part := pattern.mask("sliding_window"):
+        window = int(part["window"])  # type: ignore[arg-type]
+        tests.append(lambda q, kv, aux: (kv <= q + _int(shift)) & (kv > q + _int(shift - window)))
+    if part := pattern.mask("prefix_lm"):
+        prefix = int(part["prefix"])  # type: ignore[arg-type]
+        tests.append(lambda q, kv, aux: (kv <= q + _int(shift)) | (kv < _int(prefix)))
+    if pattern.mask("document"):
+        tests.append(lambda q, kv, aux: _int(aux[0][q[0]]) == _int(aux[0][kv[0]]))
+
+    def keep(b: Any, h: Any, q: Any, kv: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+        return reduce(lambda x, y: x & y, (test(q, kv, aux_tensors) for test in tests))
+
+    return _hashed(keep, f"mask|{shift}|{' & '.join(map(str, pattern.masks))}")
+
+
+def score_mod(workload: Workload) -> Callable[..., Any] | None:
+    """Return the score_mod of the pattern's score modifications, or None."""
+    cap, alibi = softcap_of(workload), workload.pattern.score("alibi") is not None
+    shift, heads = workload.seqlen_k - workload.seqlen_q, workload.heads_q
+    if cap is None and not alibi:
+        return None
+
+    def modify(score: Any, b: Any, h: Any, *, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+        if cap is not None:
+            score = cute.math.tanh(score / cap, fastmath=True) * cap
+        if alibi:
+            slope = cute.math.exp2((h + 1).to(cutlass.Float32) * (-8.0 / heads), fastmath=True)
+            distance = (q_idx + shift - kv_idx).to(cutlass.Float32)
+            # max(x, -x): the absolute value without leaving TensorSSA
+            score = score - slope * cute.where(distance < 0.0, -distance, distance)
+        return score
+
+    return _hashed(modify, f"score|{shift}|{heads if alibi else 0}|{' + '.join(map(str, workload.pattern.scores))}")
+
+
+def _int(value: Any) -> Any:
+    return utils.scalar_to_ssa(value, cutlass.Int32)
+
+
+def _hashed(function: Callable[..., Any], text: str) -> Callable[..., Any]:
+    digest = hashlib.sha256(f"{_HASH_VERSION}|{text}".encode()).hexdigest()
+    function.__cute_hash__ = digest  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,89 @@
+"""scaled_dot_product_attention: cuDNN's kernels on a GPU, PyTorch's own on a CPU. Nothing to tune."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tuner.config import Config
+from tuner.families.base import Kernel, Room, Space
+from tuner.target import Target
+from tuner.trial import Resources
+from tuner.workload import Workload
+
+
+class Sdpa:
+    """One backend of F.scaled_dot_product_attention."""
+
+    version = 1
+    compile_in = "nowhere"
+    lab = "tuner.lab_torch:TorchLab"
+
+    def __init__(self, name: str, device: str) -> None:
+        self.name, self._device = name, device
+
+    def refuses(self, workload: Workload, target: Target) -> str:
+        if target.device != self._device:
+            return f"needs {self._device}, the target is {target.arch}"
+        if self._device == "cuda" and target.arch not in ("sm_80", "sm_89", "sm_90a", "sm_100a"):
+            return f"cuDNN's fused attention needs sm_80 or newer, the target is {target.arch}"
+        if workload.op != "fwd" or workload.layout != "dense":
+            return f"computes dense fwd here, not {workload.layout} {workload.op}"
+        if self._device == "cuda" and workload.dtype == "float32":
+            return "cuDNN computes bfloat16 and float16, not float32"
+        if self._device == "cuda" and max(workload.head_dim, workload.head_dim_v) > 256:
+            return f"cuDNN's head_dim goes to 256, not {max(workload.head_dim, workload.head_dim_v)}"
+        if workload.pattern.scores:
+            return f"has no argument for {' + '.join(map(str, workload.pattern.scores))}"
+        if workload.pattern.mask_names - {"causal"}:
+            return f"has no argument for {workload.pattern}"
+        if workload.pattern.masks and workload.seqlen_q != workload.seqlen_k:
+            return "aligns causal to the top left, which differs where seqlen_q is not seqlen_k"
+        return ""
+
+    def stock(self, workload: Workload) -> Config:
+        return Config.make(self.name, self.version)
+
+    def space(self, workload: Workload) -> Space:
+        return {}
+
+    def first(self, workload: Workload) -> tuple[Config, ...]:
+        return ()
+
+    def feasible(self, config: Config, workload: Workload, target: Target) -> str:
+        return "" if config.is_stock else "has nothing to tune"
+
+    def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
+        return {}
+
+    def compile(self, config: Config, workload: Workload, room: Room) -> Resources:
+        return Resources()
+
+    def build(self, config: Config, workload: Workload, room: Room) -> Kernel:
+        import torch
+        from torch.nn.functional import scaled_dot_product_attention
+
+        if self._device == "cuda":
+            # Nothing else in the measuring child calls SDPA, so the process-wide switches serve; a
+            # context manager would add its own host time to every call.
+            torch.backends.cuda.enable_flash_sdp(False)
+            torch.backends.cuda.enable_mem_efficient_sdp(False)
+            torch.backends.cuda.enable_math_sdp(False)
+            torch.backends.cuda.enable_cudnn_sdp(True)
+        causal = bool(workload.pattern.masks)
+        gqa = workload.heads_q != workload.heads_kv
+
+        def run(inputs: Any) -> torch.Tensor:
+            out = scaled_dot_product_attention(
+                inputs.q.transpose(1, 2),
+                inputs.k.transpose(1, 2),
+                inputs.v.transpose(1, 2),
+                is_causal=causal,
+                enable_gqa=gqa,
+            )
+            return out.transpose(1, 2)
+
+        return run
+
+
+CUDNN = Sdpa("cudnn", "cuda")
+CPU = Sdpa("sdpa_cpu", "cpu")

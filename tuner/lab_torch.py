@@ -1,0 +1,152 @@
+"""The lab for real kernels, on CUDA or on the CPU. Lives in the measuring child.
+
+Inputs are standard normal; q, k and v are stored (batch, seqlen, heads, head_dim), as FA4 wants
+them and as a model's projections leave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tuner import measure, reference
+from tuner.config import Config
+from tuner.families import load
+from tuner.families.base import Kernel, Room
+from tuner.lab import Timer
+from tuner.workload import Workload
+
+# Rotating inputs: beyond twice the largest L2 (B200: 126 MB) and a server's last-level cache.
+_COLD_BYTES = {"cuda": 256 << 20, "cpu": 96 << 20}
+_MAX_SETS = 64
+
+# The NVML reasons that mean the GPU is not itself: too hot, or the board's power brake. The software
+# power cap is not among them: it is how a GPU runs heavy kernels, and it holds for all alike.
+_THROTTLE_NAMES = (
+    "nvmlClocksEventReasonSwThermalSlowdown",
+    "nvmlClocksThrottleReasonHwSlowdown",
+    "nvmlClocksThrottleReasonHwThermalSlowdown",
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
+)
+
+
+@dataclass
+class Inputs:
+    """One set of tensors of a call; ``out`` is for kernels that write where they are told."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+
+
+class TorchLab:
+    """A device and a workload's inputs on it."""
+
+    def __init__(self, workload: Workload, room: Room, policy: str) -> None:
+        self._workload, self._room, self._policy = workload, room, policy
+        self._device = room.target.device
+        self._nvml = _nvml_handle(room.target.uuid) if self._device == "cuda" else None
+        if self._device == "cuda":
+            torch.cuda.init()
+            if room.target.arch in ("sm_90a", "sm_100a"):
+                self._note_fa4_compiles()
+        one = make_inputs(workload, self._device, 0)
+        size = sum(t.numel() * t.element_size() for t in (one.q, one.k, one.v, one.out))
+        count = min(_MAX_SETS, max(2, -(-_COLD_BYTES[self._device] // size)))
+        self._sets = [one] + [make_inputs(workload, self._device, i) for i in range(1, count)]
+
+    def draw(self, seed: int) -> Inputs:
+        return make_inputs(self._workload, self._device, seed)
+
+    def reference(self, inputs: Inputs) -> torch.Tensor:
+        return reference.attention(inputs.q, inputs.k, inputs.v, self._workload)
+
+    def build(self, config: Config) -> Kernel:
+        return load(config.family).build(config, self._workload, self._room)
+
+    def run(self, kernel: Kernel, inputs: Inputs) -> torch.Tensor:
+        inputs.out.fill_(float("nan"))
+        # Kernels that allocate their output get this block back from the caching allocator.
+        poison = torch.full_like(inputs.out, float("nan"))
+        del poison
+        out: torch.Tensor = kernel(inputs)
+        wide = out.to(torch.float64 if self._device == "cpu" else torch.float32)
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        return wide
+
+    def timer(self, kernel: Kernel) -> Timer:
+        return measure.timer(kernel, self._sets, self._policy, self._device)
+
+    def conditions(self) -> Mapping[str, Any]:
+        if self._nvml is None:
+            return {"throttled": False, "sm_mhz": None}
+        nvml, handle = self._nvml
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        bad = [n for n in _THROTTLE_NAMES if reasons & getattr(nvml, n, 0)]
+        return {
+            "throttled": bool(bad),
+            "sm_mhz": nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+        }
+
+    def healthy(self) -> bool:
+        if self._device == "cpu":
+            return True
+        try:
+            torch.cuda.synchronize()
+            return bool(torch.ones(8, device="cuda").sum().item() == 8)
+        except Exception:  # an illegal access sticks: every later call fails
+            return False
+
+    def faults(self) -> list[str]:
+        if self._device != "cuda" or self._room.target.arch not in ("sm_90a", "sm_100a"):
+            return []
+        from tuner.families import fa4_launch
+
+        found = [f"compiled while measuring: {h[:12]}" for h in fa4_launch.compiled_here]
+        fa4_launch.compiled_here.clear()
+        return found
+
+    def _note_fa4_compiles(self) -> None:
+        try:
+            from tuner.families import fa4_launch
+        except ImportError:  # FA4 is not installed: its families will say so
+            return
+        fa4_launch.note_compiles(self._room.cache_dir)
+
+
+def make_inputs(workload: Workload, device: str, seed: int) -> Inputs:
+    """Draw standard normal q, k, v from a seed of their own."""
+    w, dtype = workload, getattr(torch, workload.dtype)
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, generator=generator, dtype=torch.float32).to(dtype)
+
+    return Inputs(
+        q=normal(w.batch, w.seqlen_q, w.heads_q, w.head_dim),
+        k=normal(w.batch, w.seqlen_k, w.heads_kv, w.head_dim),
+        v=normal(w.batch, w.seqlen_k, w.heads_kv, w.head_dim_v),
+        out=torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim_v, device=device, dtype=dtype),
+    )
+
+
+def first_call(kernel: Kernel, workload: Workload, device: str) -> None:
+    """Call a kernel once, so that whatever compiles on the first call has compiled."""
+    kernel(make_inputs(workload, device, 0))
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _nvml_handle(uuid: str) -> tuple[Any, Any] | None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    except Exception:  # without NVML the rounds go unchecked, and say so with sm_mhz None
+        return None

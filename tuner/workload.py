@@ -1,0 +1,187 @@
+"""What is computed: one attention problem, as a frozen value with a canonical key.
+
+Shapes: q is (batch, seqlen_q, heads_q, head_dim), k is (batch, seqlen_k, heads_kv, head_dim),
+v is (batch, seqlen_k, heads_kv, head_dim_v), out is (batch, seqlen_q, heads_q, head_dim_v).
+
+    >>> w = Workload(batch=2, heads_q=16, heads_kv=16, seqlen_q=1024, seqlen_k=1024, head_dim=128)
+    >>> w.key
+    'w1|fwd|bfloat16|b2|hq16|hkv16|sq1024|sk1024|d128|dv128|dense|det0|full'
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from tuner.errors import WorkloadError
+from tuner.pattern import Pattern, document_lengths, parse
+
+KEY_VERSION = "w1"
+OPS = ("fwd", "bwd")
+DTYPES = ("bfloat16", "float16", "float32")
+DTYPE_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+LAYOUTS = ("dense", "varlen")
+MAX_SIZE = 1 << 24  # of batch, heads and seqlens: counting pairs and drawing documents loops over them
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One attention problem. Raises WorkloadError on construction if a field is impossible."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int = 0  # 0 means head_dim
+    op: str = "fwd"
+    dtype: str = "bfloat16"
+    pattern: Pattern = field(default_factory=Pattern)
+    layout: str = "dense"
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.head_dim_v == 0:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
+        object.__setattr__(self, "dtype", DTYPE_SHORT.get(str(self.dtype), self.dtype))
+        if type(self.deterministic) is not bool:
+            raise WorkloadError(f"deterministic is {self.deterministic!r}; it must be true or false")
+        for name in ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= MAX_SIZE:
+                raise WorkloadError(f"{name} is {value!r}; it must be a whole number of at least 1, at most {MAX_SIZE}")
+        for name in ("head_dim", "head_dim_v"):
+            value = getattr(self, name)
+            if type(value) is not int or not 8 <= value <= 512 or value % 8:
+                raise WorkloadError(f"{name} is {value!r}; it must be a multiple of 8 from 8 to 512")
+        if self.heads_q % self.heads_kv:
+            raise WorkloadError(
+                f"heads_q {self.heads_q} is not a multiple of heads_kv {self.heads_kv}; "
+                "grouped heads must divide evenly"
+            )
+        for name, known in (("op", OPS), ("dtype", DTYPES), ("layout", LAYOUTS)):
+            if getattr(self, name) not in known:
+                raise WorkloadError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        self._check_pattern()
+
+    def _check_pattern(self) -> None:
+        document = self.pattern.mask("document")
+        if document is not None:
+            if self.seqlen_q != self.seqlen_k:
+                raise WorkloadError(f"{document} needs seqlen_q == seqlen_k, got {self.seqlen_q} and {self.seqlen_k}")
+            document_lengths(document, self.seqlen_k)
+        prefix = self.pattern.mask("prefix_lm")
+        if prefix is not None and int(prefix["prefix"]) > self.seqlen_k:  # type: ignore[arg-type]
+            raise WorkloadError(f"{prefix} is longer than seqlen_k {self.seqlen_k}; shorten it")
+        if self.seqlen_q > self.seqlen_k and self.pattern.mask_names & {"causal", "sliding_window"}:
+            raise WorkloadError(
+                f"seqlen_q {self.seqlen_q} is longer than seqlen_k {self.seqlen_k}: under {self.pattern} the first "
+                "queries would see nothing; use full, or a longer seqlen_k"
+            )
+
+    @property
+    def key(self) -> str:
+        """Canonical, versioned text: equal exactly for equal workloads."""
+        return "|".join(
+            (
+                KEY_VERSION,
+                self.op,
+                self.dtype,
+                f"b{self.batch}",
+                f"hq{self.heads_q}",
+                f"hkv{self.heads_kv}",
+                f"sq{self.seqlen_q}",
+                f"sk{self.seqlen_k}",
+                f"d{self.head_dim}",
+                f"dv{self.head_dim_v}",
+                self.layout,
+                f"det{int(self.deterministic)}",
+                str(self.pattern),
+            )
+        )
+
+    @property
+    def label(self) -> str:
+        """Short text for people: ``causal b2 h16 s8192 d128``."""
+        heads = f"h{self.heads_q}" if self.heads_q == self.heads_kv else f"h{self.heads_q}/{self.heads_kv}"
+        seqlen = f"s{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"s{self.seqlen_q}x{self.seqlen_k}"
+        dim = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}/{self.head_dim_v}"
+        return f"{self.pattern} b{self.batch} {heads} {seqlen} {dim}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values; ``from_dict`` gives the same workload back."""
+        return {**asdict(self), "pattern": str(self.pattern)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Workload:
+        """Build from plain values.
+
+        Raises:
+            WorkloadError: for an unknown or missing field, or an impossible value.
+            PatternError: for a pattern that cannot be read.
+        """
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(values) - known)
+        if unknown:
+            raise WorkloadError(f"unknown workload field {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        needed = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
+        missing = [n for n in needed if n not in values]
+        if missing:
+            raise WorkloadError(f"workload field {missing[0]} is missing; give it")
+        pattern = values.get("pattern", "full")
+        return cls(**{**values, "pattern": pattern if isinstance(pattern, Pattern) else parse(pattern)})
+
+    def with_(self, **changes: Any) -> Workload:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)
+
+    def visible_pairs(self) -> int:
+        """Count the (query, key) pairs that take part, for one batch entry and one head."""
+        sq, sk = self.seqlen_q, self.seqlen_k
+        shift = sk - sq
+        names = self.pattern.mask_names
+        if "document" in names:
+            return self._visible_in_documents()
+        if "sliding_window" in names:
+            window = _int_of(self.pattern, "sliding_window", "window")
+            return sum(min(window, i + shift + 1) for i in range(sq))
+        if "causal" in names:
+            return sum(i + shift + 1 for i in range(sq))
+        if "prefix_lm" in names:
+            prefix = _int_of(self.pattern, "prefix_lm", "prefix")
+            return sum(max(prefix, i + shift + 1) for i in range(sq))
+        return sq * sk
+
+    def _visible_in_documents(self) -> int:
+        document = self.pattern.mask("document")
+        assert document is not None
+        names, total, start = self.pattern.mask_names, 0, 0
+        window = _int_of(self.pattern, "sliding_window", "window", math.inf)
+        prefix = _int_of(self.pattern, "prefix_lm", "prefix", 0)
+        for n in document_lengths(document, self.seqlen_k):
+            if "sliding_window" in names:
+                total += sum(min(window, i + 1) for i in range(n))
+            elif "causal" in names:
+                total += n * (n + 1) // 2
+            elif "prefix_lm" in names:
+                total += sum(max(min(max(prefix - start, 0), n), i + 1) for i in range(n))
+            else:
+                total += n * n
+            start += n
+        return int(total)
+
+    def flops(self) -> int:
+        """Floating-point operations of the useful work: 2 per multiply-add, QK and PV.
+
+        Backward counts 2.5 times the forward (five matrix products instead of two), as the
+        FlashAttention papers do.
+        """
+        forward = 2 * self.batch * self.heads_q * self.visible_pairs() * (self.head_dim + self.head_dim_v)
+        return forward if self.op == "fwd" else forward * 5 // 2
+
+
+def _int_of(pattern: Pattern, mask: str, key: str, default: float = 0) -> Any:
+    part = pattern.mask(mask)
+    return default if part is None else part[key]
