@@ -48,13 +48,13 @@ def show(
         handle = store.study(study)
         trials, tuned, stats = list(handle.trials()), handle.tuned(), handle.stats()
         facts = _facts(handle, trials, tuned, stats)
+    if plot_file is not None:
+        _plot(plot_file, handle, facts, trials, tuned)
+        o.stderr.print(f"wrote {plot_file}", markup=False, highlight=False, soft_wrap=True)
     if json:
         o.print_json(facts)
     else:
         _print(handle, facts, trials, tuned)
-    if plot_file is not None:
-        _plot(plot_file, handle, facts, trials, tuned)
-        o.stderr.print(f"wrote {plot_file}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _plot(
@@ -119,7 +119,7 @@ def _header(handle: StudyHandle, facts: Mapping[str, Any], trials: list[Trial]) 
             (
                 "search",
                 f"{stats['trials_new']} configs in {stats['wall_s']:.1f} s ({stats['trials_per_s']:.2f} configs/s), "
-                f"sandbox busy {1 - stats['sandbox_idle_share']:.0%}, compiling {stats['compile_s_total']:.1f} s",
+                f"device idle {stats['device_idle_share']:.0%}, compiling {stats['compile_s_total']:.1f} s",
             )
         )
         lines += [("note", note) for note in stats["notes"]]

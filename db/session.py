@@ -126,8 +126,7 @@ class Database:
             if not current:
                 with self._writer.begin() as connection:
                     self._lock(connection)
-                    if not self._is_current(connection, create):  # else another process was faster
-                        migrations.upgrade(connection)
+                    migrations.upgrade(connection)  # nothing, if another process was faster
 
     def close(self) -> None:
         self._engine.dispose()

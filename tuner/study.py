@@ -21,6 +21,7 @@ from tuner.search import Search
 from tuner.spec import StudyMemory, StudySettings, StudySpec
 from tuner.target import Target, Toolchain
 from tuner.trial import Trial, TrialStatus, TunedConfig
+from tuner.utilization import Utilization
 from tuner.workload import Workload
 
 _FINALIST_REACH = 0.95  # a tuned config more than this behind the best tuned one is no finalist
@@ -103,30 +104,25 @@ class Study:
             MachineError: if the machine fails.
         """
         start, busy = time.monotonic(), self._sandbox.busy_s
-        measured_before = len(self._trials)
-        total = len(self.stocks) + sum(s.left for s in self._searches) + measured_before
-        self._say(Event("start", len(self._trials), total))
-        self._open()
-        searching = time.monotonic()
-        self._search(total)
-        search_s = time.monotonic() - searching
-        tuned = self._finals()
-        wall = time.monotonic() - start
-        busy = self._sandbox.busy_s - busy
-        new = len(self._trials) - measured_before
-        self._memory.finish(
-            tuned,
-            {
-                "wall_s": wall,
-                "search_s": search_s,
-                "sandbox_busy_s": busy,
-                "sandbox_idle_share": max(0.0, 1 - busy / wall),
-                "trials_new": new,
-                "trials_per_s": new / wall,
-                "compile_s_total": sum(t.compile_s or 0.0 for t in self._trials.values()),
-                "notes": sorted({n for t in self._trials.values() for n in t.notes}),
-            },
-        )
+        before = len(self._trials)
+        total = len(self.stocks) + sum(s.left for s in self._searches) + before
+        self._say(Event("start", before, total))
+        with Utilization(self._spec.target) as utilization:
+            self._open()
+            self._search(total)
+            tuned = self._finals()
+        wall, busy = time.monotonic() - start, self._sandbox.busy_s - busy
+        new = len(self._trials) - before
+        stats = {
+            "wall_s": wall,
+            "device_idle_share": max(0.0, 1 - busy / wall),  # the measuring child had nothing to do
+            "gpu_utilization": utilization.share,  # some kernel ran, as the driver counts
+            "trials_new": new,
+            "trials_per_s": new / wall,
+            "compile_s_total": sum(t.compile_s or 0.0 for t in self._trials.values()),
+            "notes": sorted({n for t in self._trials.values() for n in t.notes}),
+        }
+        self._memory.finish(tuned, stats)
         self._say(Event("done", len(self._trials), len(self._trials), best=self._best(), tuned=tuned))
         return tuned
 

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from threading import Barrier
 from typing import IO, Any
 
 import pytest
@@ -332,6 +334,30 @@ def test_processes_that_open_a_fresh_database_at_once_share_one_study(url: str) 
         begun = at_once(url)
         assert begun == {f"{store.studies()[0].id} 2\n"}
         assert len(store.studies()) == 2
+
+
+def test_connections_that_begin_and_finish_at_once_neither_collide_nor_share_a_version(store: Store, url: str) -> None:
+    barrier = Barrier(4)
+
+    def worker(number: int) -> list[str]:
+        ids = []
+        with Store.open(url) as own:
+            mine = own.begin_study(replace(SPEC, families=(f"fake/{number}",)), SETTINGS)
+            for batch in range(2, 8):
+                barrier.wait(timeout=30)
+                ids.append(own.begin_study(replace(SPEC, workload=WORKLOAD.with_(batch=batch)), SETTINGS).id)
+                barrier.wait(timeout=30)
+                mine.finish(answer(batch), {})
+        return ids
+
+    with ThreadPoolExecutor(4) as pool:
+        begun = list(pool.map(worker, range(4)))
+    assert begun[0] == begun[1] == begun[2] == begun[3]
+    assert len(store.studies()) == 6 + 4
+    with raw_connection(url) as raw:
+        versions = raw.scalars(select(TunedConfigModel.version)).all()
+    assert len(set(versions)) == 4  # each study kept only its last
+    assert max(versions) == 6 * 4
 
 
 def test_a_killed_process_loses_nothing_that_was_acknowledged(url: str) -> None:

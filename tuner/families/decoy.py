@@ -3,9 +3,11 @@
 An instrument for honesty checks on a real GPU. Every variant is FA4's stock forward followed by a
 spinning kernel; the script gives each a share of the stock kernel's time to spin:
 
-    {"slower": {"stock": 0.03, "default": 0.03, "7": 0.0}, "variants": 12}
+    {"slower": {"stock": 0.03, "default": 0.03, "7": 0.0}, "breaks": {"4": "assert"}}
 
 ``stock`` is the default config, ``default`` every variant not named. All zero: nothing to find.
+``breaks`` makes a variant fail for real: ``assert`` (a device-side assertion, which loses the CUDA
+context), ``hang`` (spins for hours), ``nan``, ``wrong`` (one query row scaled) or ``unwritten``.
 """
 
 from __future__ import annotations
@@ -57,8 +59,11 @@ class Decoy:
         import torch
 
         kernel = FA4.build(FA4.stock(workload), workload, room)
-        slower = json.loads(room.script or "{}").get("slower", {})
+        script = json.loads(room.script or "{}")
+        slower = script.get("slower", {})
         name = "stock" if config.is_stock else str(config["variant"])
+        if name in script.get("breaks", {}):
+            return _broken(kernel, script["breaks"][name])
         share = float(slower.get(name, slower.get("default", 0.0) if name != "stock" else 0.0))
         cycles = _spin_cycles(kernel, workload, share)
 
@@ -71,6 +76,30 @@ class Decoy:
 
 
 FAMILY = Decoy()
+
+
+def _broken(kernel: Kernel, how: str) -> Kernel:
+    """Return the kernel with a real defect."""
+    import torch
+
+    def run(inputs: Any) -> torch.Tensor:
+        if how == "unwritten":
+            unwritten: torch.Tensor = inputs.out
+            return unwritten
+        out: torch.Tensor = kernel(inputs)
+        if how == "assert":
+            out.view(-1)[torch.tensor([1 << 40], device="cuda")] = 0
+        elif how == "hang":
+            for _ in range(10_000):
+                torch.cuda._sleep(1 << 40)
+        elif how == "nan":
+            out[0, -1, 0, 0] = float("nan")
+        elif how == "wrong":
+            out[0, out.shape[1] // 2, 0] *= 1.5
+        return out
+
+    return run
+
 
 _stock_us: dict[str, float] = {}
 _cycles_per_us: list[float] = []
