@@ -119,7 +119,7 @@ def _header(handle: StudyHandle, facts: Mapping[str, Any], trials: list[Trial]) 
             (
                 "search",
                 f"{stats['trials_new']} configs in {stats['wall_s']:.1f} s ({stats['trials_per_s']:.2f} configs/s), "
-                f"device idle {stats['device_idle_share']:.0%}, compiling {stats['compile_s_total']:.1f} s",
+                f"on the device {stats['device_s']:.1f} s, compiling {stats['compile_s_total']:.1f} s",
             )
         )
         lines += [("note", note) for note in stats["notes"]]

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from api import options as o
-from api.tables import outcome_tables
+from api.tables import kernel_name, outcome_tables
 from tuner import workload_file
 from tuner.errors import InputError
 from tuner.spec import StudySettings
@@ -93,19 +94,34 @@ def tune(
             for outcome in runner.tune(workloads, study_settings, force=force, say=bars.show):
                 outcomes.append(outcome)
                 bars.finish(outcome)
-        target, toolchain = runner.target, runner.toolchain
+    outcomes.sort(key=lambda x: workloads.index(x.named))
+    rate = {
+        "trials": runner.trials,
+        "wall_s": runner.wall_s,
+        "trials_per_s": runner.trials / runner.wall_s if runner.wall_s else None,
+        "device_idle_share": 1 - runner.busy_s / runner.wall_s if runner.wall_s else None,
+        "gpu_utilization": runner.gpu_utilization,
+    }
     if json:
         o.print_json(
             {
-                "target": target.to_dict(),
-                "toolchain": toolchain.to_dict(),
+                "target": runner.target.to_dict(),
+                "toolchain": runner.toolchain.to_dict(),
                 "policy": runner.policy,
+                "settings": study_settings.to_dict(),
+                "rate": rate,
                 "outcomes": [outcome_dict(x) for x in outcomes],
             }
         )
     else:
         for table in outcome_tables(outcomes):
             o.stdout.print(table)
+        if runner.wall_s:
+            o.stderr.print(
+                f"{runner.trials} configs in {runner.wall_s:.0f} s ({rate['trials_per_s']:.2f} a second, compiling "
+                f"included), device idle {rate['device_idle_share']:.0%}",
+                highlight=False,
+            )
     if any(x.error for x in outcomes):
         raise typer.Exit(1)
 
@@ -172,19 +188,26 @@ class _Bars:
             best = f"  best {event.best.ratio:.3f}x ({event.best.config.family} {event.best.config.label})"
         step = {"start": "compiling and checking the default", "finals": "finals"}.get(event.kind, "searching")
         total = max(event.total, event.done, 1)
-        self._progress.update(self._study, description=f"{named.name}: {step}{best}", completed=event.done, total=total)
+        self._progress.update(
+            self._study, description=escape(f"{named.name}: {step}{best}"), completed=event.done, total=total
+        )
         trial = event.trial
         if not self._progress.console.is_terminal and trial is not None:  # a log gets a line, not a bar
             speed = "" if trial.ratio is None else f" {trial.ratio:.3f}x"
             self._progress.console.print(
-                f"[{event.done}/{event.total}] {trial.config.family} {trial.config.label}: {trial.status}{speed}",
+                f"{named.name} [{event.done}/{event.total}] {kernel_name(trial.config)}: {trial.status}{speed}",
+                markup=False,
                 highlight=False,
             )
 
     def finish(self, outcome: Outcome) -> None:
         self._progress.advance(self._all)
         if outcome.error:
-            self._progress.console.print(f"{outcome.named.name}: {outcome.error}", style="red", highlight=False)
+            self._progress.console.print(
+                f"{outcome.named.name}: {outcome.error}", style="red", markup=False, highlight=False
+            )
         elif outcome.tuned is not None:
             known = " (from the database)" if outcome.from_database else ""
-            self._progress.console.print(f"{outcome.named.name}: {outcome.tuned.verdict}{known}", highlight=False)
+            self._progress.console.print(
+                f"{outcome.named.name}: {outcome.tuned.verdict}{known}", markup=False, highlight=False
+            )

@@ -23,33 +23,32 @@ from tuner.lab import open_lab
 from tuner.target import Target
 from tuner.workload import Workload
 
-_bench: Bench | None = None
+_benches: dict[str, Bench] = {}  # by workload key
 
 
 def handle(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Answer ``open``, ``attempt``, ``finals`` or ``rounds``."""
-    global _bench
-    operation = request["op"]
-    if operation == "open":
-        _bench = None  # frees the last workload's memory before the next one's is taken
+    """Answer ``open``, ``close``, ``attempt``, ``finals`` or ``rounds`` for one workload's bench."""
+    operation, key = request["op"], request["bench"]
+    if operation == "close":
+        _benches.pop(key, None)
         _free()
+        return {"ok": True}
+    if operation == "open":
         try:
-            _bench = _open(request)
+            _benches[key] = _open(request)
         except BenchError as e:
             return {"ok": False, "error": str(e)}
         return {"ok": True}
-    assert _bench is not None
+    bench = _benches[key]
     if operation == "attempt":
-        answer = _bench.attempt(Config.from_dict(request["config"]))
-        _free()
-        return answer
+        return bench.attempt(Config.from_dict(request["config"]), request["verify"])
     if operation == "finals":
         try:
-            _bench.prepare_finals([Config.from_dict(c) for c in request["configs"]], say)
+            bench.prepare_finals([Config.from_dict(c) for c in request["configs"]], say)
         except Exception as e:
             return {"ok": False, "error": _child_io.error_text(e)}
         return {"ok": True}
-    return _bench.rounds(request["count"], request["seed"])
+    return bench.rounds(request["count"], request["seed"])
 
 
 def _open(request: dict[str, Any]) -> Bench:

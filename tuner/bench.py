@@ -17,7 +17,7 @@ from tuner.lab import Lab, Timer
 from tuner.trial import TrialStatus
 from tuner.verify import STOCK_LIMIT, Errors, errors, judge
 
-PAIRS = 9
+PAIRS = 15
 _HOPELESS_AFTER, _HOPELESS_RATIO = 3, 0.7  # a config this far behind needs no more pairs
 _WARM_SAMPLES = 40  # the first samples of a cool GPU read up to 7% slow
 _CLOCK_DROP = 0.95  # a round below this share of the median clock is dropped
@@ -46,17 +46,21 @@ class Bench:
             raise BenchError(error_text(e)) from e
         self._finalists: list[Timer] = []
         self._clocks: list[float] = []
-        for _ in range(_WARM_SAMPLES):
-            self._default()
+        self._warm()
         lab.faults()
 
-    def attempt(self, config: Config) -> dict[str, Any]:
-        """Build, verify and measure one config. Returns status, error, verification, measurement, notes."""
+    def attempt(self, config: Config, verify: bool = True) -> dict[str, Any]:
+        """Build, verify and measure one config; ``verify`` is False for one that passed before.
+
+        Returns status, error, verification, measurement, notes, and whether the device is lost.
+        """
+        verification = None
         try:
             kernel = self._lab.build(config)
-            verification = self._verify(kernel)
-            if not verification["passed"]:
-                return self._answer(TrialStatus.INCORRECT, verification["reason"], verification)
+            if verify:
+                verification = self._verify(kernel)
+                if not verification["passed"]:
+                    return self._answer(TrialStatus.INCORRECT, verification["reason"], verification)
             measurement = self._pairs(self._lab.timer(kernel))
         except Exception as e:
             lost = not self._lab.healthy()
@@ -82,6 +86,7 @@ class Bench:
         rng, dropped = random.Random(seed), 0
         times: list[list[float]] = []
         clocks: list[Any] = []
+        self._warm()
         while len(times) < count:
             order = list(range(len(self._finalists)))
             rng.shuffle(order)
@@ -95,6 +100,10 @@ class Bench:
             clocks.append(conditions.get("sm_mhz"))
             times.append(row)
         return {"times": times, "dropped": dropped, "sm_mhz": clocks, "notes": self._lab.faults()}
+
+    def _warm(self) -> None:
+        for _ in range(_WARM_SAMPLES):
+            self._default()
 
     def _disturbed(self, conditions: Mapping[str, Any]) -> bool:
         clock = conditions.get("sm_mhz")

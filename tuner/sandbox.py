@@ -6,8 +6,9 @@ child and opens the workload again.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,10 @@ class Rounds:
 
 
 class Sandbox:
-    """One device's measuring child. Not for use by several threads at once."""
+    """One device's measuring child, with a bench for every open workload.
+
+    Not for use by several threads at once.
+    """
 
     def __init__(
         self,
@@ -59,72 +63,43 @@ class Sandbox:
         visible_devices: str = "",
     ) -> None:
         cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._target, self._cache_dir, self._script = target, cache_dir, script
+        self._room = {"target": target.to_dict(), "cache_dir": str(cache_dir), "script": script}
         self._timeout_s = run_timeout_s
         log = cache_dir / "logs" / f"measure-{target.device}-{target.device_index}.log"
         self._child = Child("_sandbox_child.py", child_env(target, cache_dir, visible_devices), log)
-        self._opened: dict[str, Any] | None = None
-        self._opened_in: int | None = None
         self.busy_s = 0.0  # time in which the child worked for us
 
-    def open(self, workload: Workload, default: Config, policy: str) -> None:
+    @property
+    def generation(self) -> int:
+        """Counts the children so far: a bench lives in one of them. 0 while none runs."""
+        return self._child.starts if self._child.running else 0
+
+    def open(self, workload: Workload, default: Config, policy: str) -> Bench:
         """Make the workload's inputs and references, and verify and time its default.
 
         Raises:
             DefaultError: if the default does not run or is wrong here.
         """
-        self._opened = {
-            "op": "open",
-            "workload": workload.to_dict(),
-            "default": default.to_dict(),
-            "policy": policy,
-            "target": self._target.to_dict(),
-            "cache_dir": str(self._cache_dir),
-            "script": self._script,
-        }
-        self._opened_in = None
-        self._ensure_open()
+        bench = Bench(self, workload, default, policy, self._room)
+        bench.ensure_open()
+        return bench
 
-    def attempt(self, config: Config, compiled: Compiled) -> Trial:
-        """Verify and measure one compiled config; every failure of it is the trial's status."""
+    def request(
+        self,
+        message: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, Any]:
+        """Ask the child, and count the time. Raises ChildFailure."""
         start = time.monotonic()
-        self._ensure_open()
         try:
-            answer = self._request({"op": "attempt", "config": config.to_dict()})
-        except ChildFailure as e:
-            return self._trial(config, compiled, start, {"status": _FAILURE_STATUS[e.kind], "error": str(e)})
-        if answer.get("lost"):
-            self._child.kill()
-        return self._trial(config, compiled, start, answer)
-
-    def start_finals(self, configs: Sequence[Config]) -> None:
-        """Build the finalists side by side.
-
-        Raises:
-            FinalistFailed: naming the one that cannot be built any more.
-        """
-        self._ensure_open()
-        building: list[int | None] = [None]
-
-        def note(event: dict[str, Any]) -> None:
-            building[0] = event["finalist"]
-
-        request = {"op": "finals", "configs": [c.to_dict() for c in configs]}
-        try:
-            answer = self._request(request, on_event=note)
-        except ChildFailure as e:
-            raise FinalistFailed(configs[building[0] or 0], _FAILURE_STATUS[e.kind], str(e)) from None
-        if not answer["ok"]:
-            self._child.kill()
-            raise FinalistFailed(configs[building[0] or 0], TrialStatus.RUN_ERROR, answer["error"])
-
-    def rounds(self, count: int, seed: int) -> Rounds:
-        """Run paired rounds of the finalists. Raises ChildFailure if the child does not survive them."""
-        answer = self._request({"op": "rounds", "count": count, "seed": seed}, timeout_s=self._timeout_s * 5)
-        return Rounds(answer["times"], answer["dropped"], answer["sm_mhz"], answer["notes"])
+            return self._child.request(message, timeout_s=timeout_s or self._timeout_s, on_event=on_event)
+        finally:
+            self.busy_s += time.monotonic() - start
 
     def close(self) -> None:
-        """Kill the child."""
+        """Kill the child; the next request starts another."""
         self._child.kill()
 
     def __enter__(self) -> Sandbox:
@@ -133,41 +108,97 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ensure_open(self) -> None:
-        if self._opened is None:
-            raise DefaultError("no workload is open")
-        if self._child.running and self._opened_in == self._child.starts:
-            return
-        try:
-            answer = self._request(self._opened, timeout_s=_OPEN_TIMEOUT_S)
-        except ChildFailure as e:
-            raise DefaultError(f"the default {self._opened['default']['family']} did not survive here: {e}") from None
-        if not answer["ok"]:
-            family = self._opened["default"]["family"]
-            raise DefaultError(f"the default {family} does not work here: {answer['error']}; see `flashtune doctor`")
-        self._opened_in = self._child.starts
 
-    def _request(
-        self, message: dict[str, Any], *, timeout_s: float | None = None, on_event: Any = None
-    ) -> dict[str, Any]:
+class Bench:
+    """One workload in the sandbox. Opens itself again after a child was lost."""
+
+    def __init__(
+        self, sandbox: Sandbox, workload: Workload, default: Config, policy: str, room: Mapping[str, Any]
+    ) -> None:
+        self._sandbox, self._key, self._default = sandbox, workload.key, default
+        self._open = {
+            "op": "open",
+            "bench": self._key,
+            "workload": workload.to_dict(),
+            "default": default.to_dict(),
+            "policy": policy,
+            **room,
+        }
+        self._generation = 0
+
+    def attempt(self, config: Config, compiled: Compiled, *, verify: bool = True) -> Trial:
+        """Verify and measure one compiled config; every failure of it is the trial's status."""
         start = time.monotonic()
+        self.ensure_open()
         try:
-            return self._child.request(message, timeout_s=timeout_s or self._timeout_s, on_event=on_event)
-        finally:
-            self.busy_s += time.monotonic() - start
+            answer = self._ask("attempt", config=config.to_dict(), verify=verify)
+        except ChildFailure as e:
+            return _trial(config, compiled, start, {"status": _FAILURE_STATUS[e.kind], "error": str(e)})
+        if answer["lost"]:
+            self._sandbox.close()
+        return _trial(config, compiled, start, answer)
 
-    def _trial(self, config: Config, compiled: Compiled, start: float, answer: dict[str, Any]) -> Trial:
-        verification, measurement = answer.get("verification"), answer.get("measurement")
-        if measurement:
-            measurement = {**measurement, **{k: tuple(measurement[k]) for k in ("samples_us", "default_us")}}
-        return Trial(
-            config=config,
-            status=TrialStatus(answer["status"]),
-            error=answer["error"],
-            compile_s=compiled.seconds,
-            run_s=time.monotonic() - start,
-            resources=compiled.resources,
-            verification=Verification(**verification) if verification else None,
-            measurement=Measurement(**measurement) if measurement else None,
-            notes=tuple(answer.get("notes", ())),
-        )
+    def start_finals(self, configs: Sequence[Config]) -> None:
+        """Build the finalists side by side.
+
+        Raises:
+            FinalistFailed: naming the one that cannot be built any more.
+        """
+        self.ensure_open()
+        building: list[int | None] = [None]
+
+        def note(event: dict[str, Any]) -> None:
+            building[0] = event["finalist"]
+
+        request = {"op": "finals", "bench": self._key, "configs": [c.to_dict() for c in configs]}
+        try:
+            answer = self._sandbox.request(request, on_event=note)
+        except ChildFailure as e:
+            raise FinalistFailed(configs[building[0] or 0], _FAILURE_STATUS[e.kind], str(e)) from None
+        if not answer["ok"]:
+            self._sandbox.close()
+            raise FinalistFailed(configs[building[0] or 0], TrialStatus.RUN_ERROR, answer["error"])
+
+    def rounds(self, count: int, seed: int) -> Rounds:
+        """Run paired rounds of the finalists. Raises ChildFailure if the child does not survive them."""
+        answer = self._ask("rounds", count=count, seed=seed)
+        return Rounds(answer["times"], answer["dropped"], answer["sm_mhz"], answer["notes"])
+
+    def close(self) -> None:
+        """Free the workload's memory."""
+        if self._generation and self._generation == self._sandbox.generation:
+            with contextlib.suppress(ChildFailure):  # a dead child holds no memory
+                self._ask("close")
+
+    def ensure_open(self) -> None:
+        """Open the workload in the child that runs now. Raises DefaultError."""
+        if self._generation and self._generation == self._sandbox.generation:
+            return
+        family = self._default.family
+        try:
+            answer = self._sandbox.request(self._open, timeout_s=_OPEN_TIMEOUT_S)
+        except ChildFailure as e:
+            raise DefaultError(f"the default {family} did not survive here: {e}") from None
+        if not answer["ok"]:
+            raise DefaultError(f"the default {family} does not work here: {answer['error']}; see `flashtune doctor`")
+        self._generation = self._sandbox.generation
+
+    def _ask(self, operation: str, **fields: Any) -> dict[str, Any]:
+        return self._sandbox.request({"op": operation, "bench": self._key, **fields})
+
+
+def _trial(config: Config, compiled: Compiled, start: float, answer: dict[str, Any]) -> Trial:
+    verification, measurement = answer.get("verification"), answer.get("measurement")
+    if measurement:
+        measurement = {**measurement, **{k: tuple(measurement[k]) for k in ("samples_us", "default_us")}}
+    return Trial(
+        config=config,
+        status=TrialStatus(answer["status"]),
+        error=answer["error"],
+        compile_s=compiled.seconds,
+        run_s=time.monotonic() - start,
+        resources=compiled.resources,
+        verification=Verification(**verification) if verification else None,
+        measurement=Measurement(**measurement) if measurement else None,
+        notes=tuple(answer.get("notes", ())),
+    )

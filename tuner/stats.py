@@ -143,7 +143,7 @@ def _kept(
     else:
         best = over_default[fastest]
         reason = (
-            f"the fastest, {fastest.family}, gains {_percent(best.speedup)} (at least {_percent(best.low)}), "
+            f"the fastest, {fastest.family} {fastest.label}, gains {_percent(best.speedup)} (at least {_percent(best.low)}), "
             f"which is not shown to be above the margin of {rules.margin:.1%}"
         )
     return Decision(default, Verdict.KEPT_DEFAULT, over_default[default], finalists, ties, reason, settled)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from tuner import families, stats
@@ -16,16 +16,16 @@ from tuner.children import ChildFailure
 from tuner.compile import Compiled, CompilePool
 from tuner.config import Config
 from tuner.errors import DefaultError, InputError, MachineError
-from tuner.sandbox import FinalistFailed, Sandbox
+from tuner.sandbox import Bench, FinalistFailed, Sandbox
 from tuner.search import Search
 from tuner.spec import StudyMemory, StudySettings, StudySpec
 from tuner.target import Target, Toolchain
 from tuner.trial import Trial, TrialStatus, TunedConfig
-from tuner.utilization import Utilization
 from tuner.workload import Workload
 
 _FINALIST_REACH = 0.95  # a tuned config more than this behind the best tuned one is no finalist
 _FINALS_RETRIES = 3
+_REFINE_UP_TO = 150  # samples of one config: beyond, the screening is as good as it gets
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,11 @@ def spec_for(
 
 
 class Study:
-    """One run of one study, on a compile pool and a sandbox that outlive it."""
+    """One run of one study, on a compile pool and a sandbox that several studies share.
+
+    Whoever runs it calls ``step`` while ``ready``, and waits for ``waiting`` otherwise, until
+    ``tuned`` is there. Each step keeps the device busy for a moment and leaves nothing half-done.
+    """
 
     def __init__(
         self,
@@ -71,90 +75,111 @@ class Study:
         sandbox: Sandbox,
         *,
         incumbent: Config | None = None,
+        lookahead: int = 8,
         say: Say = lambda event: None,
     ) -> None:
         self._spec, self._settings, self._memory = spec, settings, memory
         self._pool, self._sandbox, self._say = pool, sandbox, say
-        self._incumbent = incumbent
-        self._families = [families.load(name.partition("/")[0]) for name in spec.families]
-        self.stocks = [f.stock(spec.workload) for f in self._families]
+        self._incumbent, self._lookahead = incumbent, lookahead
+        members = [families.load(name.partition("/")[0]) for name in spec.families]
+        self.stocks = [f.stock(spec.workload) for f in members]
         self.default = self.stocks[0]
         self._trials: dict[str, Trial] = {t.config.key: t for t in memory.trials()}
         self._searches = [
             Search(f, spec.workload, spec.target, budget=settings.max_trials, seed=settings.seed)
-            for f in self._families
+            for f in members
             if f.space(spec.workload)
         ]
         for search in self._searches:
             for trial in self._trials.values():
                 search.tell(trial)
+        self._known_before = len(self._trials)
+        self._total = len(self._trials) + len(self._new_stocks()) + sum(s.left for s in self._searches)
         self._outstanding: dict[Future[Compiled], Config] = {}
+        self._bench: Bench | None = None
+        self._busy_s = 0.0
+        self._begun = time.monotonic()
+        self.tuned: TunedConfig | None = None
 
-    def prefetch(self) -> None:
-        """Queue the first configs for compiling, behind whatever else is being compiled."""
+    def begin(self) -> None:
+        """Queue the default and the first configs for compiling."""
+        self._begun = time.monotonic()
+        self._default_compiled = self._compile(self.default, priority=0)
         self._submit(self._new_stocks(), priority=1)
-        for search in self._searches:
-            self._submit(search.ask(_share(search.left)), priority=2)
+        self._fill()
+        self._say(Event("start", len(self._trials), self._total))
 
-    def run(self) -> TunedConfig:
-        """Run to the answer, and store it.
+    @property
+    def waiting(self) -> list[Future[Compiled]]:
+        """What the next step waits for; empty if there is nothing to compile any more."""
+        if self._bench is None:
+            return [self._default_compiled]
+        return list(self._outstanding)
+
+    @property
+    def ready(self) -> bool:
+        """Tell whether ``step`` has something to do now."""
+        waiting = self.waiting
+        if self._bench is None or self._spec.target.overlaps:
+            return not waiting or any(f.done() for f in waiting)
+        return all(f.done() for f in waiting)  # a CPU that compiles is no place to measure
+
+    def step(self) -> None:
+        """Open the workload, or measure one compiled config, or hold the finals.
 
         Raises:
             DefaultError: if the default does not work here.
             MachineError: if the machine fails.
         """
-        start, busy = time.monotonic(), self._sandbox.busy_s
-        before = len(self._trials)
-        total = len(self.stocks) + sum(s.left for s in self._searches) + before
-        self._say(Event("start", before, total))
-        with Utilization(self._spec.target) as utilization:
+        busy = self._sandbox.busy_s
+        if self._bench is None:
             self._open()
-            self._search(total)
+        elif self._outstanding:
+            future = next(f for f in self._outstanding if f.done())
+            config = self._outstanding.pop(future)
+            self._keep(self._try(config, future.result()))
+            self._say(Event("trial", len(self._trials), self._total, self._trials[config.key], self._best()))
+            if self._spec.target.overlaps or not self._outstanding:
+                self._fill()
+        else:
             tuned = self._finals()
-        wall, busy = time.monotonic() - start, self._sandbox.busy_s - busy
-        new = len(self._trials) - before
-        stats = {
-            "wall_s": wall,
-            "device_idle_share": max(0.0, 1 - busy / wall),  # the measuring child had nothing to do
-            "gpu_utilization": utilization.share,  # some kernel ran, as the driver counts
-            "trials_new": new,
-            "trials_per_s": new / wall,
-            "compile_s_total": sum(t.compile_s or 0.0 for t in self._trials.values()),
-            "notes": sorted({n for t in self._trials.values() for n in t.notes}),
-        }
-        self._memory.finish(tuned, stats)
-        self._say(Event("done", len(self._trials), len(self._trials), best=self._best(), tuned=tuned))
-        return tuned
+            self._busy_s += self._sandbox.busy_s - busy
+            self._finish(tuned)
+            return
+        self._busy_s += self._sandbox.busy_s - busy
+
+    def refine(self) -> bool:
+        """Measure the most promising config once more, while the compilers work. False if none needs it."""
+        if self._bench is None:
+            return False
+        leaders = sorted(self._measured(), key=lambda t: -(t.ratio or 0.0))[: self._settings.finalists + 2]
+        few = [t for t in leaders if t.measurement and len(t.measurement.samples_us) < _REFINE_UP_TO]
+        if not few:
+            return False
+        trial = min(few, key=lambda t: len(t.measurement.samples_us) if t.measurement else 0)
+        busy = self._sandbox.busy_s
+        again = self._bench.attempt(trial.config, Compiled(TrialStatus.OK, trial.compile_s or 0.0), verify=False)
+        self._busy_s += self._sandbox.busy_s - busy
+        self._keep(trial.refined(again))
+        return True
+
+    def close(self) -> None:
+        """Free the device memory and drop what is queued."""
+        if self._bench is not None:
+            self._bench.close()
+        self._pool.forget(self._spec.workload)
 
     def _open(self) -> None:
-        compiled = self._pool.submit(
-            self.default, self._spec.workload, timeout_s=self._settings.compile_timeout_s, priority=-1
-        ).result()
+        compiled = self._default_compiled.result()
         if compiled.status is not TrialStatus.OK:
             raise DefaultError(f"the default {self.default.family} does not compile here: {compiled.error}")
-        self._sandbox.open(self._spec.workload, self.default, self._spec.policy)
+        self._bench = self._sandbox.open(self._spec.workload, self.default, self._spec.policy)
 
-    def _search(self, total: int) -> None:
-        """Compile ahead and measure what is ready, until the budget is spent."""
-        self._submit(self._new_stocks(), priority=0)
-        while True:
-            for search in self._searches:
-                busy = sum(c.family == search.family.name for c in self._outstanding.values())
-                self._submit(search.ask(max(0, self._lookahead() - busy)), priority=1)
-            if not self._outstanding:
-                return
-            # A CPU that compiles is no place to measure: there, all wait for all
-            when = FIRST_COMPLETED if self._spec.target.is_gpu else ALL_COMPLETED
-            done, _ = wait(self._outstanding, return_when=when)
-            for future in sorted(done, key=lambda f: self._outstanding[f].key):
-                config = self._outstanding.pop(future)
-                self._keep(self._trial(config, future.result()))
-                self._say(Event("trial", len(self._trials), total, self._trials[config.key], self._best()))
-
-    def _trial(self, config: Config, compiled: Compiled) -> Trial:
+    def _try(self, config: Config, compiled: Compiled) -> Trial:
+        assert self._bench is not None
         if compiled.status is not TrialStatus.OK:
             return Trial(config, compiled.status, compiled.error, compiled.seconds)
-        return self._sandbox.attempt(config, compiled)
+        return self._bench.attempt(config, compiled)
 
     def _keep(self, trial: Trial) -> None:
         self._memory.add_trial(trial)
@@ -162,34 +187,56 @@ class Study:
         for search in self._searches:
             search.tell(trial)
 
+    def _fill(self) -> None:
+        """Ask for as many configs as may be compiled ahead."""
+        for search in self._searches:
+            ahead = sum(c.family == search.family.name for c in self._outstanding.values())
+            self._submit(search.ask(max(0, self._lookahead - ahead)), priority=2)
+
     def _submit(self, configs: list[Config], priority: int) -> None:
         for config in configs:
-            future = self._pool.submit(
-                config, self._spec.workload, timeout_s=self._settings.compile_timeout_s, priority=priority
-            )
-            self._outstanding[future] = config
+            self._outstanding[self._compile(config, priority)] = config
+
+    def _compile(self, config: Config, priority: int) -> Future[Compiled]:
+        timeout_s = self._settings.compile_timeout_s
+        return self._pool.submit(config, self._spec.workload, timeout_s=timeout_s, priority=priority)
 
     def _new_stocks(self) -> list[Config]:
-        waiting = {c.key for c in self._outstanding.values()}
-        return [c for c in self.stocks if c.key not in self._trials and c.key not in waiting]
+        return [c for c in self.stocks if c.key not in self._trials]
 
-    def _lookahead(self) -> int:
-        return self._pool.workers * 2
+    def _measured(self) -> list[Trial]:
+        return [t for t in self._trials.values() if t.status is TrialStatus.OK and t.ratio is not None]
+
+    def _finish(self, tuned: TunedConfig) -> None:
+        wall, new = time.monotonic() - self._begun, len(self._trials) - self._known_before
+        stats = {
+            "wall_s": wall,
+            "device_s": self._busy_s,  # the measuring child worked on this study
+            "trials_new": new,
+            "trials_per_s": new / wall,
+            "compile_s_total": sum(t.compile_s or 0.0 for t in self._trials.values()),
+            "notes": sorted({n for t in self._trials.values() for n in t.notes}),
+        }
+        self._memory.finish(tuned, stats)
+        self.tuned = tuned
+        self._say(Event("done", len(self._trials), self._total, best=self._best(), tuned=tuned))
 
     def _best(self) -> Trial | None:
-        ok = [t for t in self._trials.values() if t.ratio is not None]
-        return max(ok, key=lambda t: t.ratio or 0.0, default=None)
+        return max(self._measured(), key=lambda t: t.ratio or 0.0, default=None)
 
     def _finals(self) -> TunedConfig:
+        assert self._bench is not None
+        last = ""
         for _ in range(_FINALS_RETRIES):
             configs = self._finalists()
             self._say(Event("finals", 0, self._settings.max_rounds))
             try:
-                self._sandbox.start_finals(configs)
+                self._bench.start_finals(configs)
                 return self._decide(configs)
             except FinalistFailed as e:
                 if e.config == self.default:
                     raise DefaultError(f"the default {e.config.family} failed in the finals: {e.error}") from None
+                last = e.error
                 self._keep(replace(self._trials[e.config.key], status=e.status, error=e.error, measurement=None))
             except ChildFailure as e:
                 last = str(e)
@@ -198,10 +245,10 @@ class Study:
 
     def _finalists(self) -> list[Config]:
         """Return the default, the other stock configs that work, and the best tuned ones."""
-        works = {t.config for t in self._trials.values() if t.status is TrialStatus.OK}
+        works = {t.config for t in self._measured()}
         stocks = [c for c in self.stocks if c in works and c != self.default]
         tuned = sorted(
-            (t for t in self._trials.values() if t.ratio is not None and not t.config.is_stock),
+            (t for t in self._measured() if not t.config.is_stock),
             key=lambda t: (-(t.ratio or 0.0), t.config.key),
         )
         near = [t.config for t in tuned if (t.ratio or 0.0) >= _FINALIST_REACH * (tuned[0].ratio or 0.0)]
@@ -213,6 +260,7 @@ class Study:
 
     def _decide(self, configs: list[Config]) -> TunedConfig:
         """Run rounds until the decision is settled; each look doubles them."""
+        assert self._bench is not None
         s = self._settings
         looks = 1
         while s.min_rounds * 2**looks <= s.max_rounds:
@@ -221,7 +269,7 @@ class Study:
         times: list[list[float]] = []
         dropped, wanted = 0, s.min_rounds
         while True:
-            rounds = self._sandbox.rounds(wanted - len(times), seed=s.seed + len(times))
+            rounds = self._bench.rounds(wanted - len(times), seed=s.seed + len(times))
             times += rounds.times
             dropped += rounds.dropped
             decision = stats.decide(configs, times, self.default, rules, self._incumbent)
@@ -251,7 +299,3 @@ class Study:
             rounds_dropped=dropped,
             extras=family.extras(decision.winner, self._spec.workload),
         )
-
-
-def _share(left: int) -> int:
-    return max(0, min(left, 16))

@@ -43,6 +43,11 @@ class Target:
         return self.device == "cuda"
 
     @property
+    def overlaps(self) -> bool:
+        """Tell whether compiling may go on while this device is measured: not on the CPU that compiles."""
+        return self.device != "cpu"
+
+    @property
     def key(self) -> str:
         """Canonical text without what names a single board (uuid, index)."""
         cap = "-" if self.power_cap_w is None else f"{self.power_cap_w}w"

@@ -6,8 +6,9 @@ All values here are frozen and turn into plain JSON with ``to_dict``.
 from __future__ import annotations
 
 import enum
+import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tuner.config import Config
@@ -96,6 +97,17 @@ class Trial:
     @property
     def ratio(self) -> float | None:
         return self.measurement.ratio if self.measurement else None
+
+    def refined(self, again: Trial) -> Trial:
+        """Return this trial with a second one's samples added, or with its failure."""
+        if self.measurement is None or again.measurement is None:
+            return replace(self, status=again.status, error=again.error, measurement=None)
+        a, b = self.measurement, again.measurement
+        samples, default = a.samples_us + b.samples_us, a.default_us + b.default_us
+        ratio = statistics.median(d / s for d, s in zip(default, samples, strict=True))
+        merged = Measurement(a.policy, samples, default, ratio, statistics.median(samples))
+        run_s = (self.run_s or 0.0) + (again.run_s or 0.0)
+        return replace(self, measurement=merged, run_s=run_s, notes=self.notes + again.notes)
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -1,7 +1,7 @@
 """Tune a list of workloads on this machine, without a broker: the same steps that workers take.
 
-One compile pool and one measuring child serve all studies in turn, and on a GPU the next studies
-compile while this one is measured.
+One compile pool and one measuring child serve all studies. On a GPU several studies are under way
+at once, so that the device measures one while the others compile.
 
     with Runner(settings, store, device="auto") as runner:
         for outcome in runner.tune(workloads, StudySettings()):
@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,14 +25,16 @@ from db.study import StudyHandle
 from tuner.compile import CompilePool
 from tuner.errors import DefaultError, InputError
 from tuner.sandbox import Sandbox
-from tuner.spec import StudySettings
+from tuner.spec import StudySettings, StudySpec
 from tuner.study import Event, Study, spec_for
 from tuner.target import Target, Toolchain, probe, toolchain
 from tuner.trial import TunedConfig
+from tuner.utilization import Utilization
 from tuner.workload_file import NamedWorkload
 from workers.settings import Settings
 
-_PREFETCH_STUDIES = 2  # how many studies ahead are compiled for
+_ACTIVE_STUDIES = 4  # on a GPU, at once: enough to measure while others compile
+_WAIT_S = 1.0
 
 Say = Callable[[NamedWorkload, Event], None]
 
@@ -74,6 +79,9 @@ class Runner:
         self.target: Target = probe(device)
         self.toolchain: Toolchain = toolchain()
         self.policy = _policy(policy, self.target)
+        self.trials = 0  # measured by this runner, with the time it took and the device's share of it
+        self.wall_s = self.busy_s = 0.0
+        self.gpu_utilization: float | None = None
         self._lock: int | None = None
         self._pool: CompilePool | None = None
         self._sandbox: Sandbox | None = None
@@ -102,7 +110,7 @@ class Runner:
         force: bool = False,
         say: Say = lambda named, event: None,
     ) -> Iterator[Outcome]:
-        """Yield one outcome a workload, in order; answers from the database cost nothing.
+        """Yield one outcome a workload, as they come; answers from the database come first.
 
         A workload whose default does not work here yields an error, and the next goes on.
 
@@ -111,46 +119,68 @@ class Runner:
         """
         specs = [spec_for(n.workload, self.target, self.toolchain, self.policy, self._only) for n in workloads]
         handles = [self._store.begin_study(spec, study_settings, force=force) for spec in specs]
-        for handle in handles:
+        todo: list[_Todo] = []
+        for named, spec, handle in zip(workloads, specs, handles, strict=True):
             if handle.done and study_settings.max_trials > int(handle.settings.get("max_trials", 0)):
                 handle.reopen(study_settings)  # a larger budget than it had: go on from its trials
-        studies: dict[int, Study] = {}
-        for i, (named, handle) in enumerate(zip(workloads, handles, strict=True)):
             known = handle.tuned() if handle.done else None
             if known is not None:
                 yield Outcome(named, handle.id, known, handle.stats(), from_database=True)
-                continue
+            else:
+                todo.append(_Todo(named, spec, handle))
+        if todo:
             self._ensure_children(study_settings)
-            ahead = [j for j in range(i, len(handles)) if not handles[j].done][: 1 + _PREFETCH_STUDIES]
-            for j in ahead:
-                if j not in studies:
-                    studies[j] = self._study(workloads[j], specs[j], handles[j], study_settings, say)
-                    if j != i and self.target.is_gpu:
-                        studies[j].prefetch()
-            yield self._run(named, handle, studies.pop(i))
+            start, busy = time.monotonic(), self._sandbox_busy_s()
+            with Utilization(self.target) as utilization:
+                for outcome in self._measure(todo, study_settings, say):
+                    self.trials += int(outcome.stats.get("trials_new", 0))
+                    yield outcome
+            self.wall_s = time.monotonic() - start
+            self.busy_s = self._sandbox_busy_s() - busy
+            self.gpu_utilization = utilization.share
 
-    def _run(self, named: NamedWorkload, handle: StudyHandle, study: Study) -> Outcome:
-        assert self._pool is not None
+    def _measure(self, todo: list[_Todo], study_settings: StudySettings, say: Say) -> Iterator[Outcome]:
+        """Run several studies at once on the one device: while one compiles, another measures."""
+        waiting, active = deque(todo), deque[tuple[_Todo, Study]]()
         try:
-            tuned = study.run()
-        except DefaultError as e:
-            return Outcome(named, handle.id, error=str(e))
+            while waiting or active:
+                while waiting and len(active) < (_ACTIVE_STUDIES if self.target.overlaps else 1):
+                    job = waiting.popleft()
+                    study = self._study(job, study_settings, say)
+                    active.append((job, study))
+                    study.begin()
+                ready = next((pair for pair in active if pair[1].ready), None)
+                if ready is None:
+                    if not (self.target.overlaps and any(study.refine() for _, study in active)):
+                        futures = [f for _, study in active for f in study.waiting]
+                        wait(futures, timeout=_WAIT_S, return_when=FIRST_COMPLETED)
+                    continue
+                job, study = ready
+                outcome = _step(job, study)
+                if outcome is not None:
+                    active.remove(ready)
+                    study.close()
+                    yield outcome
         finally:
-            self._pool.forget(named.workload)
-        return Outcome(named, handle.id, tuned, handle.stats())
+            for _, study in active:
+                study.close()
 
-    def _study(
-        self, named: NamedWorkload, spec: Any, handle: StudyHandle, study_settings: StudySettings, say: Say
-    ) -> Study:
+    def _sandbox_busy_s(self) -> float:
+        return self._sandbox.busy_s if self._sandbox else 0.0
+
+    def _study(self, job: _Todo, study_settings: StudySettings, say: Say) -> Study:
         assert self._pool is not None and self._sandbox is not None
         return Study(
-            spec,
+            job.spec,
             study_settings,
-            handle,
+            job.handle,
             self._pool,
             self._sandbox,
-            incumbent=handle.incumbent(),
-            say=lambda event: say(named, event),
+            incumbent=job.handle.incumbent(),
+            lookahead=max(4, 2 * self._pool.workers // _ACTIVE_STUDIES)
+            if self.target.overlaps
+            else 2 * self._pool.workers,
+            say=lambda event: say(job.named, event),
         )
 
     def _ensure_children(self, study_settings: StudySettings) -> None:
@@ -180,6 +210,26 @@ class Runner:
             script=self._script,
             visible_devices=visible,
         )
+
+
+@dataclass(frozen=True)
+class _Todo:
+    """A workload that the database has no answer for yet."""
+
+    named: NamedWorkload
+    spec: StudySpec
+    handle: StudyHandle
+
+
+def _step(job: _Todo, study: Study) -> Outcome | None:
+    """Take one step; return the outcome if it was the last."""
+    try:
+        study.step()
+    except DefaultError as e:
+        return Outcome(job.named, job.handle.id, error=str(e))
+    if study.tuned is None:
+        return None
+    return Outcome(job.named, job.handle.id, study.tuned, job.handle.stats())
 
 
 def _policy(policy: str, target: Target) -> str:
