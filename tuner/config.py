@@ -19,6 +19,7 @@ from tuner.errors import ConfigError
 Param = int | str | bool
 
 _PAIRS = (("tile_m", "tile_n"), ("q_block", "kv_block"))
+_UNSAID = (("q_blocks", 1),)
 _SHORT = {"mma_pv_is_rs": "rs", "intra_wg_overlap": "overlap", "num_stages": "stages"}
 
 
@@ -59,7 +60,7 @@ class Config:
                 words.append(_SHORT.get(name, name))
             elif isinstance(value, str):
                 words.append(value)
-            elif value is not False:
+            elif value is not False and (name, value) not in _UNSAID:
                 words.append(f"{_SHORT.get(name, name)}={value}")
         return " ".join(words) or "stock"
 

@@ -143,7 +143,7 @@ def _arguments(config: Config, workload: Workload, sparsity: BlockSparseTensorsT
         arguments["window_size_right"] = 0
     else:
         arguments["causal"] = pattern.mask("causal") is not None
-    if pattern.score("alibi"):
+    if pattern.score("alibi") or not config.is_stock:
         arguments["score_mod"] = pattern_cute.score_mod(workload)
     else:
         arguments["softcap"] = pattern_torch.softcap_of(workload)
