@@ -16,11 +16,13 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def die_with_parent() -> None:
-    """Ask Linux for a SIGKILL when the parent goes, so that a killed tuner leaves nothing running."""
-    parent = os.getppid()
+def die_with_parent(parent: int) -> None:
+    """Ask Linux for a SIGKILL when the parent goes, so that a killed tuner leaves nothing running.
+
+    ``parent`` is its process id as it gave it: in a container the tuner may well be process 1.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent or parent == 1:  # it went before we asked
+    if os.getppid() != parent:  # it went before we asked
         sys.exit(1)
 
 
@@ -44,7 +46,7 @@ class Pipe:
 
 def serve(handle: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], dict[str, Any]]) -> None:
     """Answer requests until the parent closes the pipe. ``handle`` gets (request, send_event)."""
-    die_with_parent()
+    die_with_parent(int(sys.argv[3]))
     pipe = Pipe(int(sys.argv[1]), int(sys.argv[2]))
     for request in pipe.requests():
         pipe.send(handle(request, pipe.send))

@@ -48,7 +48,7 @@ def handle(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> di
         except Exception as e:
             return {"ok": False, "error": _child_io.error_text(e)}
         return {"ok": True}
-    return bench.rounds(request["count"], request["seed"])
+    return bench.rounds(request["count"], request["seed"], say)
 
 
 def _open(request: dict[str, Any]) -> Bench:

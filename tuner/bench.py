@@ -33,8 +33,8 @@ class Bench:
     def __init__(self, lab: Lab, default: Config, dtype: str, policy: str, seeds: Sequence[int]) -> None:
         """Draw inputs, compute references, and verify the default. Raises BenchError."""
         self._lab, self._policy, self._seeds = lab, policy, list(seeds)
-        self._draws = [(inputs, lab.reference(inputs)) for inputs in map(lab.draw, seeds)]
         try:
+            self._draws = [(inputs, lab.reference(inputs)) for inputs in map(lab.draw, seeds)]
             kernel = lab.build(default)
             self._stock = self._errors(kernel)[0]
             if not self._stock.whole <= STOCK_LIMIT[dtype]:
@@ -76,8 +76,8 @@ class Bench:
             self._finalists.append(self._lab.timer(self._lab.build(config)))
         say({"event": "building", "finalist": None})
 
-    def rounds(self, count: int, seed: int) -> dict[str, Any]:
-        """Measure every finalist once a round, in random order.
+    def rounds(self, count: int, seed: int, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Measure every finalist once a round, in random order; says each round, which renews the deadline.
 
         Returns ``times`` (rounds x finalists, microseconds) and ``dropped``: rounds that saw
         throttling or a clock drop and were run again. After as many dropped as asked for, the
@@ -93,6 +93,7 @@ class Bench:
             row = [0.0] * len(order)
             for i in order:
                 row[i] = self._finalists[i]()
+            say({"event": "round"})
             conditions = self._lab.conditions()
             if dropped < count and self._disturbed(conditions):
                 dropped += 1

@@ -117,7 +117,7 @@ class Child:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
                     # -P keeps the working directory off sys.path: a user's own db/ or api/ must not shadow ours
-                    [sys.executable, "-P", str(self._script), str(child_reads), str(child_writes)],
+                    [sys.executable, "-P", str(self._script), str(child_reads), str(child_writes), str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -37,6 +37,7 @@ class Search:
         self.family = family
         self._budget = budget
         self._known: set[str] = set()
+        self._told: set[str] = set()
         self._open: dict[str, optuna.trial.Trial] = {}
         space = family.space(workload)
         self.feasible = [c for c in _points(family, space) if not family.feasible(c, workload, target)]
@@ -57,20 +58,24 @@ class Search:
     @property
     def left(self) -> int:
         """How many configs may still be proposed."""
-        return min(self._budget, len(self.feasible)) - len(self._known)
+        return max(0, min(self._budget, len(self.feasible)) - len(self._known))
 
     def ask(self, count: int) -> list[Config]:
         """Return up to ``count`` new feasible configs; fewer or none when the budget is spent."""
-        return list(itertools.islice(self._new(), min(count, max(0, self.left))))
+        return list(itertools.islice(self._new(), min(count, self.left)))
 
     def tell(self, trial: Trial) -> None:
-        """Take a trial's result in; failures are told as failed, never as a bad time."""
+        """Take a trial's result in; failures are told as failed, never as a bad time.
+
+        A config measured again is not told again: TPE would take the repeats for as many good points.
+        """
         key = trial.config.key
         if trial.config.is_stock or key not in self._by_key:
             return
         self._known.add(key)
-        if self.enumerates:
+        if self.enumerates or key in self._told:
             return
+        self._told.add(key)
         ok = trial.status is TrialStatus.OK and trial.ratio
         # TPE minimizes: the negated log-speedup is symmetric around the default
         value = -math.log(trial.ratio) if ok and trial.ratio else None

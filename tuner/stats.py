@@ -112,10 +112,9 @@ def decide(
         )
         for c in configs
     )
-    eligible = [
-        c for c in configs if c != default and over_default[c].low > 1 + (0.0 if c == incumbent else rules.margin)
-    ]
-    settled = _settled(configs, default, over_default, behind, rules)
+    bar = {c: 1.0 if c == incumbent else 1 + rules.margin for c in configs}
+    eligible = [c for c in configs if c != default and over_default[c].low > bar[c]]
+    settled = _settled(bar, default, over_default, behind, rules)
     if not eligible:
         return _kept(default, fastest, over_default, finalists, rules, settled)
     best = max(eligible, key=lambda c: over_default[c].speedup)
@@ -150,19 +149,19 @@ def _kept(
 
 
 def _settled(
-    configs: Sequence[Config],
+    bar: dict[Config, float],
     default: Config,
     over_default: dict[Config, Interval],
     behind: dict[Config, Interval],
     rules: Rules,
 ) -> bool:
     """Tell whether every interval that matters lies on one side of its threshold."""
-    for c in configs:
+    for c in bar:
         if c == default:
             continue
         i, gap = over_default[c], behind[c]
-        contender = i.high > 1 + rules.margin
-        if contender and i.low <= 1 + rules.margin:
+        contender = i.high > bar[c]
+        if contender and i.low <= bar[c]:
             return False
         if contender and gap.low <= 1 + rules.tie_margin < gap.high:
             return False

@@ -6,7 +6,7 @@ Its children really abort, hang, fault and eat memory; only the time is made up.
      "noise": {"sigma": 0.006, "ar": 0.5, "drift": 0.02, "outliers": 0.02},
      "outcomes": {"3": {"speedup": 1.03}, "5": {"does": "nan"}, "stock": {"speedup": 1.0}}}
 
-``does`` is one of ok, compile_error, compile_abort, compile_hang, compile_memory, infeasible,
+``does`` is one of ok, compile_error, compile_abort, compile_hang, compile_memory,
 run_error, fault, hang, exit, nan, wrong, wrong_row, unwritten. Noise is lognormal: ``sigma`` a
 sample, ``ar`` its correlation from one sample to the next, ``drift`` the amplitude of a slow wave
 that all configs share, ``outliers`` the share of samples that read 1.2 to 2 times slow.
