@@ -16,11 +16,13 @@ ifeq ($(GPU),yes)
 EXTRAS := gpu,test,dev
 CONSTRAINTS :=
 WORKLOADS ?= examples/h200.toml
+TRIALS ?= 32
 LOOKUP ?= --pattern 'sliding_window(1024)' --batch 2 --heads 16 --seqlen 8192 --head-dim 128 --dtype bfloat16
 else
 EXTRAS := compile,test,dev
 CONSTRAINTS := constraints-cpu.txt
 WORKLOADS ?= examples/quick_cpu.toml
+TRIALS ?= 12
 LOOKUP ?= --pattern 'sliding_window(256)' --batch 1 --heads 8 --seqlen 2048 --head-dim 64 --dtype float32
 endif
 
@@ -35,7 +37,7 @@ help:
 tune: $(STAMP)
 	@[ '$(GPU)' = yes ] || command -v "$${CXX:-g++}" >/dev/null || { \
 	    echo 'No C++ compiler: FlexAttention needs one to run on a CPU. Install it with: apt-get install g++' >&2; exit 1; }
-	$(BIN)/flashtune tune $(WORKLOADS)
+	$(BIN)/flashtune tune $(WORKLOADS) --trials $(TRIALS)
 	$(BIN)/flashtune lookup $(LOOKUP)
 
 lint: $(STAMP)

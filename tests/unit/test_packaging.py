@@ -63,7 +63,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packaging")
     source = folder / "source"
     source.mkdir()
-    shutil.copy(ROOT / "pyproject.toml", source)
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
     for package in PACKAGES:
         shutil.copytree(ROOT / package, source / package)
     command = [sys.executable, "-m", "pip", "--quiet", "wheel", "--no-index", "--no-deps", "--no-build-isolation"]

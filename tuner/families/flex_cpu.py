@@ -38,7 +38,12 @@ class FlexCpu:
         return {"q_block": sizes, "kv_block": sizes}
 
     def first(self, workload: Workload) -> tuple[Config, ...]:
-        return ()
+        # What won on two cores for a window of 256 (2026-12-01), and the default's neighbours
+        return tuple(
+            Config.make(self.name, self.version, q_block=q, kv_block=kv)
+            for q, kv in ((32, 32), (64, 64), (32, 64), (64, 32))
+            if workload.pattern.masks
+        )
 
     def feasible(self, config: Config, workload: Workload, target: Target) -> str:
         if config.is_stock:
