@@ -10,6 +10,7 @@ from api import options as o
 from db.store import Published
 from tuner import lookup as rules
 from tuner.target import named, probe, toolchain
+from workers.settings import Settings
 
 
 def lookup(
@@ -35,7 +36,11 @@ def lookup(
     workload = o.workload_from(
         pattern, batch, heads, heads_kv, seqlen, seqlen_k, head_dim, head_dim_v, dtype, op, deterministic
     )
-    here = probe(target) if target in ("auto", "cpu", "fake") or target.startswith("cuda") else named(target)
+    here = (
+        probe(target, Settings.from_env().visible_devices)
+        if target in ("auto", "cpu", "fake") or target.startswith("cuda")
+        else named(target)
+    )
     if policy == "auto":
         policy = "eager" if here.device == "cpu" else "graph"
     with o.open_store(db, create=False, read_only=True) as store:

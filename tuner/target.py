@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata as metadata
+import importlib.util
 import os
 import platform
 import re
@@ -99,10 +100,11 @@ def named(arch: str) -> Target:
     return _NAMED[arch]
 
 
-def probe(device: str = "auto") -> Target:
+def probe(device: str = "auto", visible: str | None = None) -> Target:
     """Find the target on this machine: ``auto``, ``cpu``, ``fake``, ``cuda`` or ``cuda:1``.
 
-    ``auto`` takes the first GPU, or the CPU where there is none.
+    ``auto`` takes the first GPU, or the CPU where there is none. ``visible`` is the value of
+    CUDA_VISIBLE_DEVICES, which hides and renumbers GPUs; None shows all, in the bus order of NVML.
 
     Raises:
         TargetError: if the device does not exist here.
@@ -115,7 +117,7 @@ def probe(device: str = "auto") -> Target:
     if device != "auto" and not m:
         raise TargetError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:N")
     index = int(m[1]) if m and m[1] else 0
-    gpus = _gpus()
+    gpus = _visible(_gpus(), visible)
     if not gpus and device == "auto":
         return _cpu()
     if index >= len(gpus):
@@ -164,6 +166,10 @@ def _fa4_fingerprint() -> str:
     if not version:
         return ""
     root = Path(str(metadata.distribution("flash-attn-4").locate_file("flash_attn/cute")))
+    if not root.is_dir():  # an editable install: its sources lie elsewhere
+        spec = importlib.util.find_spec("flash_attn")
+        places = [Path(p) / "cute" for p in (spec.submodule_search_locations or [])] if spec else []
+        root = next((p for p in places if p.is_dir()), root)
     h = hashlib.sha256()
     for src in sorted(root.rglob("*.py")):
         h.update(src.relative_to(root).as_posix().encode() + b"\0" + src.read_bytes())
@@ -178,6 +184,19 @@ def _cpu() -> Target:
     except OSError:
         pass
     return Target(model, "cpu", len(os.sched_getaffinity(0)), device="cpu")
+
+
+def _visible(gpus: list[Target], visible: str | None) -> list[Target]:
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names by index or UUID; as in CUDA, the first bad one ends the list."""
+    if visible is None:
+        return gpus
+    shown = []
+    for name in (n.strip() for n in visible.split(",")):
+        found = [g for g in gpus if name == str(g.device_index) or (len(name) > 4 and g.uuid.startswith(name))]
+        if len(found) != 1:
+            break
+        shown += found
+    return shown
 
 
 def _driver() -> str:

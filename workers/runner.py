@@ -74,9 +74,7 @@ class Runner:
         self._only = tuple(only)
         if script and device == "auto":
             device = "fake"
-        elif device == "auto" and settings.visible_devices == "":
-            device = "cpu"  # CUDA's own way to say that no GPU is to be used
-        self.target: Target = probe(device)
+        self.target: Target = probe(device, settings.visible_devices)
         self.toolchain: Toolchain = toolchain()
         self.policy = _policy(policy, self.target)
         self.trials = 0  # measured by this runner, with the time it took and the device's share of it

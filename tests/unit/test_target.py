@@ -202,3 +202,20 @@ def test_fa4_fingerprint_changes_with_one_byte(monkeypatch: pytest.MonkeyPatch, 
     (package / "a.py").rename(package / "b.py")
     assert len({before, edited, read()}) == 3
     assert before.startswith("4.0.0b1:")
+
+
+def test_cuda_visible_devices_hides_and_renumbers() -> None:
+    gpus = [
+        Target("NVIDIA H200", "sm_90a", 132, device_index=i, uuid=f"GPU-{letter * 8}")
+        for i, letter in enumerate("abcd")
+    ]
+
+    def shown(visible: str | None) -> list[int]:
+        return [g.device_index for g in module._visible(gpus, visible)]
+
+    assert shown(None) == [0, 1, 2, 3]
+    assert shown("") == []
+    assert shown("2,0") == [2, 0]
+    assert shown("GPU-bbbb, 3") == [1, 3]
+    assert shown("1,9,2") == [1]  # as in CUDA: what follows a bad one is not seen
+    assert shown("GPU-") == []  # a prefix that fits several names none
