@@ -7,6 +7,7 @@ Progress and errors go to standard error.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import typer
 
@@ -21,6 +22,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+# Typer carries its own Click, or imports it, by version, and exports this class from neither.
+_UsageError: Any = typer.BadParameter.mro()[1]
+
 app.command("tune")(tuning.tune)
 app.command("lookup")(looking.lookup)
 app.command("compile")(compiling.compile_configs)
@@ -45,18 +50,36 @@ def _root(
 def main() -> None:
     """Run the command line; every expected error is one line and an exit code."""
     try:
-        app()
+        status = app(standalone_mode=False)
+    except _UsageError as e:
+        _say_usage(e)
+        sys.exit(2)
     except InputError as e:
         _say(str(e))
         sys.exit(2)
     except FlashtuneError as e:
         _say(str(e))
         sys.exit(1)
-    except KeyboardInterrupt:
-        _say("stopped; what was measured is kept, and the same command goes on from there")
-        sys.exit(130)
+    except (KeyboardInterrupt, typer.Abort):
+        status = _INTERRUPTED
     except BrokenPipeError:  # the reader, as in `| head`, has what it wanted
         sys.exit(0)
+    if status == _INTERRUPTED:  # as Typer has it, too
+        _say("stopped; what was measured is kept, and the same command goes on from there")
+    sys.exit(status)
+
+
+def _say_usage(error: Any) -> None:
+    """Say what is wrong with the options, in one line; without any command, show the help."""
+    text = str(error.format_message())
+    if "\n" in text:
+        print(text, file=sys.stderr)
+        return
+    # Pydantic, which converts for Typer, knows the value that Typer's text leaves out
+    found: list[Any] = getattr(error.__cause__, "errors", list)()
+    value = f": {found[0]['input']!r}" if found else ""
+    command = error.ctx.command_path if error.ctx else "flashtune"
+    _say(f"{text.rstrip('.')}{value}; see `{command} --help`")
 
 
 def _say(text: str) -> None:

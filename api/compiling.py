@@ -49,14 +49,16 @@ def compile_configs(
     """Compile configs for a GPU that need not be here; prints registers, spills and shared memory."""
     workload = o.workload_from(pattern, batch, heads, heads_kv, seqlen, seqlen_k, head_dim, head_dim_v, dtype, op)
     goal = named(target)
+    limits = StudySettings(compile_timeout_s=timeout, seed=seed)
     settings = Settings.from_env()
+    settings.check_cache_dir()
     configs = _configs(family, workload, goal, count, seed)
     start, rows = time.monotonic(), []
     cache = settings.cache_dir / "cross" / goal.arch
     workers = max(settings.compile_workers, 2)
     with CompilePool(goal, cache, workers=min(workers, len(configs))) as pool, Progress(console=o.stderr) as progress:
         bar = progress.add_task(f"compiling {len(configs)} configs for {goal.arch}", total=len(configs))
-        futures = {pool.submit(c, workload, timeout_s=timeout): c for c in configs}
+        futures = {pool.submit(c, workload, timeout_s=limits.compile_timeout_s): c for c in configs}
         for future in as_completed(futures):
             rows.append((futures[future], future.result()))
             progress.advance(bar)

@@ -9,6 +9,7 @@ import typer
 from api import options as o
 from db.store import Published
 from tuner import lookup as rules
+from tuner.spec import policy_for
 from tuner.target import named, probe, toolchain
 from workers.settings import Settings
 
@@ -41,8 +42,7 @@ def lookup(
         if target in ("auto", "cpu", "fake") or target.startswith("cuda")
         else named(target)
     )
-    if policy == "auto":
-        policy = "eager" if here.device == "cpu" else "graph"
+    policy = policy_for(policy, here)
     with o.open_store(db, create=False, read_only=True) as store:
         entries = [_entry(p) for p in store.published()]
     match = rules.find(workload, here, toolchain(), policy, entries)

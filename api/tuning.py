@@ -21,7 +21,7 @@ from tuner.spec import StudySettings
 from tuner.study import Event
 from tuner.workload import Workload
 from tuner.workload_file import NamedWorkload
-from workers.runner import Outcome, Runner
+from workers.runner import Outcome, Runner, check
 from workers.settings import Settings
 
 _WORKLOAD_OPTIONS = (
@@ -82,6 +82,7 @@ def tune(
     )
     script = o.read_script(fake_script)
     settings = Settings.from_env()
+    check(settings, workloads, device=device, policy=policy, only=family or (), script=script)
     with (
         o.open_store(db) as store,
         Runner(settings, store, device=device, policy=policy, only=family or (), script=script) as runner,

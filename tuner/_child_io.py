@@ -5,7 +5,9 @@ Run as a script's first import; needs nothing but the standard library.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
 import json
 import os
 import signal
@@ -47,6 +49,9 @@ class Pipe:
 def serve(handle: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], dict[str, Any]]) -> None:
     """Answer requests until the parent closes the pipe. ``handle`` gets (request, send_event)."""
     die_with_parent(int(sys.argv[3]))
+    if sys.argv[4]:
+        with contextlib.suppress(ImportError):  # whoever needs it will say so
+            importlib.import_module(sys.argv[4])
     pipe = Pipe(int(sys.argv[1]), int(sys.argv[2]))
     for request in pipe.requests():
         pipe.send(handle(request, pipe.send))

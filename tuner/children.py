@@ -39,7 +39,9 @@ class Child:
     Not for use by several threads at once.
     """
 
-    def __init__(self, script: str, env: Mapping[str, str], log: Path) -> None:
+    def __init__(self, script: str, env: Mapping[str, str], log: Path, preload: str = "") -> None:
+        """Name the script; ``preload`` is a module that it imports before its first request."""
+        self._preload = preload
         self._script = Path(__file__).with_name(script)
         self._env = {**env}
         self._log = log
@@ -74,7 +76,7 @@ class Child:
                 is gone then, and the next request starts another.
         """
         if not self.running:
-            self._start()
+            self.start()
         try:
             os.write(self._to, json.dumps(message).encode() + b"\n")
         except BrokenPipeError:
@@ -108,16 +110,18 @@ class Child:
                 os.close(fd)
         self._buffer = b""
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the child now, so that its imports are done when the first request comes."""
         self.kill()
         self._log.parent.mkdir(parents=True, exist_ok=True)
         child_reads, self._to = os.pipe()
         self._from, child_writes = os.pipe()
         try:
             with self._log.open("wb") as log:
+                arguments = [child_reads, child_writes, os.getpid(), self._preload]
                 self._process = subprocess.Popen(
                     # -P keeps the working directory off sys.path: a user's own db/ or api/ must not shadow ours
-                    [sys.executable, "-P", str(self._script), str(child_reads), str(child_writes), str(os.getpid())],
+                    [sys.executable, "-P", str(self._script), *map(str, arguments)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

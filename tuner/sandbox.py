@@ -22,6 +22,7 @@ from tuner.trial import Measurement, Trial, TrialStatus, Verification
 from tuner.workload import Workload
 
 _OPEN_TIMEOUT_S = 300.0  # imports, inputs, references, and a default that may have to compile
+_PRELOAD = {"cuda": "tuner.lab_torch", "cpu": "tuner.lab_torch"}
 _FAILURE_STATUS = {
     "crash": TrialStatus.RUN_CRASH,
     "memory": TrialStatus.RUN_CRASH,
@@ -66,13 +67,18 @@ class Sandbox:
         self._room = {"target": target.to_dict(), "cache_dir": str(cache_dir), "script": script}
         self._timeout_s = run_timeout_s
         log = cache_dir / "logs" / f"measure-{target.device}-{target.device_index}.log"
-        self._child = Child("_sandbox_child.py", child_env(target, cache_dir, visible_devices), log)
+        env = child_env(target, cache_dir, visible_devices)
+        self._child = Child("_sandbox_child.py", env, log, preload=_PRELOAD.get(target.device, ""))
         self.busy_s = 0.0  # time in which the child worked for us
 
     @property
     def generation(self) -> int:
         """Counts the children so far: a bench lives in one of them. 0 while none runs."""
         return self._child.starts if self._child.running else 0
+
+    def start(self) -> None:
+        """Start the child ahead of its first request."""
+        self._child.start()
 
     def open(self, workload: Workload, default: Config, policy: str) -> Bench:
         """Make the workload's inputs and references, and verify and time its default.

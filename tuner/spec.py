@@ -18,6 +18,21 @@ from tuner.workload import Workload
 POLICIES = ("graph", "eager")
 
 
+def policy_for(policy: str, target: Target) -> str:
+    """Return the policy to measure by on a target; ``auto`` is eager on a CPU and graph elsewhere.
+
+    Raises:
+        InputError: if there is no such policy, or not on this target.
+    """
+    if policy == "auto":
+        return "eager" if target.device == "cpu" else "graph"
+    if policy not in POLICIES:
+        raise InputError(f"policy is {policy!r}; it must be auto, {' or '.join(POLICIES)}")
+    if policy == "graph" and target.device == "cpu":
+        raise InputError("policy graph replays CUDA graphs, and the target is a CPU; use eager")
+    return policy
+
+
 @dataclass(frozen=True)
 class StudySpec:
     """The identity of a study.
@@ -71,6 +86,7 @@ class StudySettings:
             ("confidence", 0.5, 0.9999),
             ("compile_timeout_s", 0.1, 86_400),
             ("run_timeout_s", 0.1, 86_400),
+            ("seed", 0, 2**32 - 1),
         ):
             value = getattr(self, name)
             if not low <= value <= high:

@@ -142,8 +142,8 @@ def _kept(
     else:
         best = over_default[fastest]
         reason = (
-            f"the fastest, {fastest.family} {fastest.label}, gains {_percent(best.speedup)} (at least {_percent(best.low)}), "
-            f"which is not shown to be above the margin of {rules.margin:.1%}"
+            f"the fastest, {fastest.family} {fastest.label}, gains {_percent(best.speedup)} (at least "
+            f"{_percent(best.low)}), which is not shown to be above the margin of {rules.margin:.1%}"
         )
     return Decision(default, Verdict.KEPT_DEFAULT, over_default[default], finalists, ties, reason, settled)
 
@@ -156,12 +156,12 @@ def _settled(
     rules: Rules,
 ) -> bool:
     """Tell whether every interval that matters lies on one side of its threshold."""
-    for c in bar:
+    for c, threshold in bar.items():
         if c == default:
             continue
         i, gap = over_default[c], behind[c]
-        contender = i.high > bar[c]
-        if contender and i.low <= bar[c]:
+        contender = i.high > threshold
+        if contender and i.low <= threshold:
             return False
         if contender and gap.low <= 1 + rules.tie_margin < gap.high:
             return False

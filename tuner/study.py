@@ -25,7 +25,7 @@ from tuner.workload import Workload
 
 _FINALIST_REACH = 0.95  # a tuned config more than this behind the best tuned one is no finalist
 _FINALS_RETRIES = 3
-_REFINE_UP_TO = 150  # samples of one config: beyond, the screening is as good as it gets
+_REFINE_UP_TO = 300  # samples of one config: beyond, the screening is as good as it gets
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from db.study import StudyHandle
 from tuner.compile import CompilePool
 from tuner.errors import DefaultError, InputError
 from tuner.sandbox import Sandbox
-from tuner.spec import StudySettings, StudySpec
+from tuner.spec import StudySettings, StudySpec, policy_for
 from tuner.study import Event, Study, spec_for
 from tuner.target import Target, Toolchain, probe, toolchain
 from tuner.trial import TunedConfig
@@ -51,6 +51,28 @@ class Outcome:
     error: str = ""
 
 
+def check(
+    settings: Settings,
+    workloads: Sequence[NamedWorkload],
+    *,
+    device: str = "auto",
+    policy: str = "auto",
+    only: Sequence[str] = (),
+    script: str = "",
+) -> None:
+    """Find what is wrong with a wish to tune, before anything is opened or made for it.
+
+    Raises:
+        InputError: for a policy that the device does not have, a workload that nothing computes
+            there, or a cache folder that cannot be used.
+        TargetError: if the device does not exist.
+    """
+    target, chain = _find(settings, device, script), toolchain()
+    for named in workloads:
+        spec_for(named.workload, target, chain, policy_for(policy, target), only)
+    settings.check_cache_dir()
+
+
 class Runner:
     """The embedded tuner of one device. Use it in a with-block: it holds processes and a lock."""
 
@@ -72,11 +94,9 @@ class Runner:
         """
         self._settings, self._store, self._script = settings, store, script
         self._only = tuple(only)
-        if script and device == "auto":
-            device = "fake"
-        self.target: Target = probe(device, settings.visible_devices)
+        self.target: Target = _find(settings, device, script)
         self.toolchain: Toolchain = toolchain()
-        self.policy = _policy(policy, self.target)
+        self.policy = policy_for(policy, self.target)
         self.trials = 0  # measured by this runner, with the time it took and the device's share of it
         self.wall_s = self.busy_s = 0.0
         self.gpu_utilization: float | None = None
@@ -139,6 +159,7 @@ class Runner:
 
     def _measure(self, todo: list[_Todo], study_settings: StudySettings, say: Say) -> Iterator[Outcome]:
         """Run several studies at once on the one device: while one compiles, another measures."""
+        assert self._sandbox is not None
         waiting, active = deque(todo), deque[tuple[_Todo, Study]]()
         try:
             while waiting or active:
@@ -160,6 +181,8 @@ class Runner:
                     study.close()
                     yield outcome
         finally:
+            if active:  # something was raised: the child may be amid a request that nobody waits for any more
+                self._sandbox.close()
             for _, study in active:
                 study.close()
 
@@ -208,6 +231,7 @@ class Runner:
             script=self._script,
             visible_devices=visible,
         )
+        self._sandbox.start()
 
 
 @dataclass(frozen=True)
@@ -230,14 +254,8 @@ def _step(job: _Todo, study: Study) -> Outcome | None:
     return Outcome(job.named, job.handle.id, study.tuned, job.handle.stats())
 
 
-def _policy(policy: str, target: Target) -> str:
-    if policy == "auto":
-        return "eager" if target.device == "cpu" else "graph"
-    if policy == "graph" and target.device == "cpu":
-        raise InputError("policy graph replays CUDA graphs, and the target is a CPU; use eager")
-    if policy not in ("graph", "eager"):
-        raise InputError(f"policy is {policy!r}; it must be auto, graph or eager")
-    return policy
+def _find(settings: Settings, device: str, script: str) -> Target:
+    return probe("fake" if script and device == "auto" else device, settings.visible_devices)
 
 
 def _lock_device(folder: Path, target: Target) -> int | None:

@@ -55,6 +55,19 @@ class Settings:
             visible_devices=env.get("CUDA_VISIBLE_DEVICES"),
         )
 
+    def check_cache_dir(self) -> None:
+        """Look whether the cache folder can be used, or made.
+
+        Raises:
+            InputError: naming the folder and what is in its way.
+        """
+        nearest = next(p for p in (self.cache_dir, *self.cache_dir.parents) if p.exists())
+        fault = "is not a folder" if not nearest.is_dir() else "cannot be written"
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+            raise InputError(
+                f"cannot use the folder {self.cache_dir}: {nearest} {fault}; set FLASHTUNE_CACHE_DIR to another"
+            )
+
     def __repr__(self) -> str:
         return (
             f"Settings(home={str(self.home)!r}, database_url={without_secrets(self.database_url)!r}, "

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tuner.config import Config
 from tuner.families import cubin, pattern_cute, pattern_torch
 from tuner.families.base import Kernel, Room
-from tuner.families.fa4_fwd_sm90 import block_size, smem_bytes, uses_block_mask
+from tuner.families.fa4_tiles import block_size, smem_bytes, uses_block_mask
 from tuner.trial import Resources
 from tuner.workload import Workload
 

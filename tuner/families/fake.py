@@ -2,14 +2,14 @@
 
 Its children really abort, hang, fault and eat memory; only the time is made up. The script is JSON:
 
-    {"base_us": 100, "variants": 12, "seed": 1,
+    {"base_us": 100, "seed": 1,
      "noise": {"sigma": 0.006, "ar": 0.5, "drift": 0.02, "outliers": 0.02},
      "outcomes": {"3": {"speedup": 1.03}, "5": {"does": "nan"}, "stock": {"speedup": 1.0}}}
 
-``does`` is one of ok, compile_error, compile_abort, compile_hang, compile_memory,
-run_error, fault, hang, exit, nan, wrong, wrong_row, unwritten. Noise is lognormal: ``sigma`` a
-sample, ``ar`` its correlation from one sample to the next, ``drift`` the amplitude of a slow wave
-that all configs share, ``outliers`` the share of samples that read 1.2 to 2 times slow.
+``does`` is one of ok, compile_error, compile_abort, compile_hang, compile_memory, run_error, fault,
+hang, exit, nan, wrong, wrong_row, unwritten. Noise is lognormal: ``sigma`` a sample, ``ar`` its
+correlation from one sample to the next, ``drift`` the amplitude of a slow wave that all configs
+share, ``outliers`` the share of samples that read 1.2 to 2 times slow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DRIFT_PERIOD = 300  # samples
 
 
 class Fake:
-    """Variants 0, 1, ... that do what the script says. Configs beyond ``variants`` are infeasible."""
+    """Variants 0, 1, ... that do what the script says; as many as the workload has query heads."""
 
     name = "fake"
     version = 1
