@@ -22,7 +22,7 @@ else
 EXTRAS := compile,test,dev
 CONSTRAINTS := constraints-cpu.txt
 WORKLOADS ?= examples/quick_cpu.toml
-TRIALS ?= 12
+TRIALS ?= 10
 LOOKUP ?= --pattern 'sliding_window(256)' --batch 1 --heads 8 --seqlen 2048 --head-dim 64 --dtype float32
 endif
 

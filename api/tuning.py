@@ -199,16 +199,17 @@ class _Bars:
                 f"{named.name} [{event.done}/{event.total}] {kernel_name(trial.config)}: {trial.status}{speed}",
                 markup=False,
                 highlight=False,
+                soft_wrap=True,
             )
 
     def finish(self, outcome: Outcome) -> None:
         self._progress.advance(self._all)
         if outcome.error:
             self._progress.console.print(
-                f"{outcome.named.name}: {outcome.error}", style="red", markup=False, highlight=False
+                f"{outcome.named.name}: {outcome.error}", style="red", markup=False, highlight=False, soft_wrap=True
             )
         elif outcome.tuned is not None:
             known = " (from the database)" if outcome.from_database else ""
             self._progress.console.print(
-                f"{outcome.named.name}: {outcome.tuned.verdict}{known}", markup=False, highlight=False
+                f"{outcome.named.name}: {outcome.tuned.verdict}{known}", markup=False, highlight=False, soft_wrap=True
             )

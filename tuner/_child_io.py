@@ -50,7 +50,7 @@ def serve(handle: Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], d
     """Answer requests until the parent closes the pipe. ``handle`` gets (request, send_event)."""
     die_with_parent(int(sys.argv[3]))
     if sys.argv[4]:
-        with contextlib.suppress(ImportError):  # whoever needs it will say so
+        with contextlib.suppress(Exception):  # whoever needs it will say so
             importlib.import_module(sys.argv[4])
     pipe = Pipe(int(sys.argv[1]), int(sys.argv[2]))
     for request in pipe.requests():

@@ -41,7 +41,7 @@ def handle(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> di
         return {"ok": True}
     bench = _benches[key]
     if operation == "attempt":
-        return bench.attempt(Config.from_dict(request["config"]), request["verify"])
+        return bench.attempt(Config.from_dict(request["config"]), request["verify"], say)
     if operation == "finals":
         try:
             bench.prepare_finals([Config.from_dict(c) for c in request["configs"]], say)

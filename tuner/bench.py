@@ -49,10 +49,13 @@ class Bench:
         self._warm()
         lab.faults()
 
-    def attempt(self, config: Config, verify: bool = True) -> dict[str, Any]:
+    def attempt(
+        self, config: Config, verify: bool = True, say: Callable[[dict[str, Any]], None] = lambda event: None
+    ) -> dict[str, Any]:
         """Build, verify and measure one config; ``verify`` is False for one that passed before.
 
-        Returns status, error, verification, measurement, notes, and whether the device is lost.
+        Says every pair, which renews the deadline: a slow kernel is no hanging one. Returns status,
+        error, verification, measurement, notes, and whether the device is lost.
         """
         verification = None
         try:
@@ -61,7 +64,7 @@ class Bench:
                 verification = self._verify(kernel)
                 if not verification["passed"]:
                     return self._answer(TrialStatus.INCORRECT, verification["reason"], verification)
-            measurement = self._pairs(self._lab.timer(kernel))
+            measurement = self._pairs(self._lab.timer(kernel), say)
         except Exception as e:
             lost = not self._lab.healthy()
             status = TrialStatus.RUN_CRASH if lost else TrialStatus.RUN_ERROR
@@ -137,7 +140,7 @@ class Bench:
             "reason": reason,
         }
 
-    def _pairs(self, config: Timer) -> dict[str, Any]:
+    def _pairs(self, config: Timer, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         mine: list[float] = []
         beside: list[float] = []
         for i in range(PAIRS):
@@ -147,6 +150,7 @@ class Bench:
             else:
                 beside.append(self._default())
                 mine.append(config())
+            say({"event": "pair", "pair": i})
             if i + 1 == _HOPELESS_AFTER and _ratio(beside, mine) < _HOPELESS_RATIO:
                 break
         return {

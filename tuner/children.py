@@ -161,7 +161,7 @@ class Child:
         except subprocess.TimeoutExpired:
             return "closed its pipe and did not exit"
         if code < 0:
-            return f"died of {signal.Signals(-code).name}"
+            return f"died of {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
         return f"exited with status {code}"
 
     def _failure(self, kind: str, text: str) -> ChildFailure:

@@ -75,9 +75,13 @@ class Match:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; the distance is None for a default."""
+        tuned = self.entry.tuned if self.entry else None
         return {
             "kind": str(self.kind),
-            "config": self.config.to_dict() if self.config else None,
+            "config": tuned.config.to_dict() if tuned else None,
+            "extras": dict(tuned.extras) if tuned else {},
+            "verdict": str(tuned.verdict) if tuned else None,
+            "speedup": tuned.speedup if tuned else None,
             "distance": self.distance if self.entry else None,
             "warnings": list(self.warnings),
             "reason": self.reason,

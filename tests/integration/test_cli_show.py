@@ -80,7 +80,7 @@ def test_show_tells_every_trial_and_the_finals(home: Path, study_id: str) -> Non
     assert shown["tuned"]["config"]["params"] == {"variant": 2}
     assert shown["stats"]["trials_new"] == HEADS + 1
     text = flashtune(home, "show", study_id).stdout
-    for word in ("configs/s", "sandbox busy", "incorrect", "compile_error", "run_crash", "variant=2", "winner"):
+    for word in ("configs/s", "on the device", "incorrect", "compile_error", "run_crash", "variant=2", "winner"):
         assert word in text
 
 

@@ -40,7 +40,7 @@ MISDEEDS = {
     "hang": (TrialStatus.RUN_TIMEOUT, "no answer after 5 s; killed"),
     "exit": (TrialStatus.RUN_CRASH, "exited with status 3"),
     "nan": (TrialStatus.INCORRECT, "the output has NaN or inf, or was not written everywhere"),
-    "wrong": (TrialStatus.INCORRECT, r"relative error 0\.05.* exceeds 0\.00.*"),
+    "wrong": (TrialStatus.INCORRECT, r"relative error 0\.(049|05).* exceeds 0\.00.*"),
     "wrong_row": (TrialStatus.INCORRECT, r"relative error 0\..* exceeds 0\.00.*"),
     "unwritten": (TrialStatus.INCORRECT, "the output has NaN or inf, or was not written everywhere"),
 }
