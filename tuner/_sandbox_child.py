@@ -42,13 +42,13 @@ def handle(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> di
     bench = _benches[key]
     if operation == "attempt":
         return bench.attempt(Config.from_dict(request["config"]), request["verify"], say)
-    if operation == "finals":
-        try:
+    try:
+        if operation == "finals":
             bench.prepare_finals([Config.from_dict(c) for c in request["configs"]], say)
-        except Exception as e:
-            return {"ok": False, "error": _child_io.error_text(e)}
-        return {"ok": True}
-    return bench.rounds(request["count"], request["seed"], say)
+            return {"ok": True}
+        return bench.rounds(request["count"], request["seed"], say)
+    except Exception as e:
+        return {"ok": False, "error": _child_io.error_text(e)}
 
 
 def _open(request: dict[str, Any]) -> Bench:

@@ -80,8 +80,9 @@ class Bench:
         say({"event": "building", "finalist": None})
 
     def rounds(self, count: int, seed: int, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Measure every finalist once a round, in random order; says each round, which renews the deadline.
+        """Measure every finalist once a round, in random order.
 
+        Says whom it measures, so that the parent knows whom to blame, and has its deadline renewed.
         Returns ``times`` (rounds x finalists, microseconds) and ``dropped``: rounds that saw
         throttling or a clock drop and were run again. After as many dropped as asked for, the
         machine is what it is, and the rest are kept.
@@ -95,8 +96,9 @@ class Bench:
             rng.shuffle(order)
             row = [0.0] * len(order)
             for i in order:
+                say({"event": "measuring", "finalist": i})
                 row[i] = self._finalists[i]()
-            say({"event": "round"})
+            say({"event": "measuring", "finalist": None})
             conditions = self._lab.conditions()
             if dropped < count and self._disturbed(conditions):
                 dropped += 1

@@ -131,6 +131,7 @@ class Bench:
             **room,
         }
         self._generation = 0
+        self._finalists: list[Config] = []
 
     def attempt(self, config: Config, compiled: Compiled, *, verify: bool = True) -> Trial:
         """Verify and measure one compiled config; every failure of it is the trial's status."""
@@ -151,23 +152,17 @@ class Bench:
             FinalistFailed: naming the one that cannot be built any more.
         """
         self.ensure_open()
-        building: list[int | None] = [None]
-
-        def note(event: dict[str, Any]) -> None:
-            building[0] = event["finalist"]
-
-        request = {"op": "finals", "bench": self._key, "configs": [c.to_dict() for c in configs]}
-        try:
-            answer = self._sandbox.request(request, on_event=note)
-        except ChildFailure as e:
-            raise FinalistFailed(configs[building[0] or 0], _FAILURE_STATUS[e.kind], str(e)) from None
-        if not answer["ok"]:
-            self._sandbox.close()
-            raise FinalistFailed(configs[building[0] or 0], TrialStatus.RUN_ERROR, answer["error"])
+        self._finalists = list(configs)
+        self._ask_finalists("finals", configs=[c.to_dict() for c in configs])
 
     def rounds(self, count: int, seed: int) -> Rounds:
-        """Run paired rounds of the finalists. Raises ChildFailure if the child does not survive them."""
-        answer = self._ask("rounds", count=count, seed=seed)
+        """Run paired rounds of the finalists.
+
+        Raises:
+            FinalistFailed: naming the one that was measured when the child died or hung.
+            ChildFailure: if it was none of them.
+        """
+        answer = self._ask_finalists("rounds", count=count, seed=seed)
         return Rounds(answer["times"], answer["dropped"], answer["sm_mhz"], answer["notes"])
 
     def close(self) -> None:
@@ -188,6 +183,26 @@ class Bench:
         if not answer["ok"]:
             raise DefaultError(f"the default {family} does not work here: {answer['error']}; see `flashtune doctor`")
         self._generation = self._sandbox.generation
+
+    def _ask_finalists(self, operation: str, **fields: Any) -> dict[str, Any]:
+        """Ask for something that the finalists are run for; blame the one that the child said last."""
+        current: Config | None = None
+
+        def note(event: dict[str, Any]) -> None:
+            nonlocal current
+            current = None if event["finalist"] is None else self._finalists[event["finalist"]]
+
+        request = {"op": operation, "bench": self._key, **fields}
+        try:
+            answer = self._sandbox.request(request, on_event=note)
+        except ChildFailure as e:
+            if current is None:
+                raise
+            raise FinalistFailed(current, _FAILURE_STATUS[e.kind], str(e)) from None
+        if "error" in answer:
+            self._sandbox.close()  # what the error left of the device is anybody's guess
+            raise FinalistFailed(current or self._finalists[0], TrialStatus.RUN_ERROR, answer["error"])
+        return answer
 
     def _ask(self, operation: str, **fields: Any) -> dict[str, Any]:
         return self._sandbox.request({"op": operation, "bench": self._key, **fields})

@@ -226,8 +226,8 @@ class Study:
 
     def _finals(self) -> TunedConfig:
         assert self._bench is not None
-        last = ""
-        for _ in range(_FINALS_RETRIES):
+        failures = 0
+        while True:
             configs = self._finalists()
             self._say(Event("finals", 0, self._settings.max_rounds))
             try:
@@ -236,12 +236,11 @@ class Study:
             except FinalistFailed as e:
                 if e.config == self.default:
                     raise DefaultError(f"the default {e.config.family} failed in the finals: {e.error}") from None
-                last = e.error
                 self._keep(replace(self._trials[e.config.key], status=e.status, error=e.error, measurement=None))
             except ChildFailure as e:
-                last = str(e)
-                self._sandbox.close()
-        raise MachineError(f"the finals did not end after {_FINALS_RETRIES} tries: {last}")
+                failures += 1
+                if failures == _FINALS_RETRIES:
+                    raise MachineError(f"the finals did not end after {failures} tries: {e}") from None
 
     def _finalists(self) -> list[Config]:
         """Return the default, the other stock configs that work, and the best tuned ones."""

@@ -181,7 +181,7 @@ class Runner:
                     study.close()
                     yield outcome
         finally:
-            if False:
+            if active:  # something was raised: the child may be amid a request that nobody waits for any more
                 self._sandbox.close()
             for _, study in active:
                 study.close()

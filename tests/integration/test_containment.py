@@ -167,3 +167,15 @@ def test_a_default_that_fails_is_an_error_of_its_workload(does: str, tmp_path: P
             assert re.search(r"^the default fake (does not (compile|work)|did not survive) here: ", outcome.error)
             assert store.study(outcome.study_id).trials() == []
             assert not store.study(outcome.study_id).done
+
+
+def test_a_finalist_that_crashes_in_the_finals_is_out_and_the_next_best_wins(tmp_path: Path) -> None:
+    """Its trial said ok; the finals take that back, and go on without it. More of them than there are retries."""
+    outcomes: dict[str, Any] = {str(v): {"speedup": 1.10 + v / 100, "faults_after": 18} for v in range(4)}
+    outcomes[str(BEST)] = {"speedup": 1.05}
+    (study,) = tune(tmp_path, outcomes, (1,))
+    assert study.tuned.config.get("variant") == BEST
+    for v in range(4):
+        trial = study.trials[v]
+        assert (trial.status, trial.measurement) == (TrialStatus.RUN_CRASH, None)
+        assert "SIGSEGV" in trial.error

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,25 @@ SCRIPT: dict[str, Any] = {"seed": 7, "noise": NOISE, "outcomes": {str(BEST): {"s
 WORKLOAD = ("--heads", str(HEADS), "--seqlen", "512")
 
 
+_started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Kill what a failed test has left running."""
+    yield
+    while _started:
+        _started.pop().kill()
+
+
 def start(home: Path, *args: str) -> subprocess.Popen[str]:
     """Start flashtune in a home of its own."""
     environ = {**os.environ, "FLASHTUNE_HOME": str(home), "FLASHTUNE_COMPILE_WORKERS": "2"}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [FLASHTUNE, *args], cwd=home, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    _started.append(process)
+    return process
 
 
 @dataclass(frozen=True)
@@ -257,6 +271,7 @@ def test_a_stopped_study_goes_on_where_it_stood(home: Path, tmp_path: Path, how:
 def test_an_interrupt_does_not_wait_for_a_config_that_hangs(tmp_path: Path) -> None:
     hangs = {**SCRIPT, "outcomes": {str(n): {"does": "hang"} for n in range(HEADS)}}
     process, _ = start_until(tmp_path, f"[1/{HEADS + 1}]", hangs, "--run-timeout", "3600")
+    time.sleep(1)  # into the hang, most likely; what follows holds anyway
     process.send_signal(signal.SIGINT)
     rest = the_rest(process)
     wait_until_childless(process.pid)

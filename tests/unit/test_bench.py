@@ -239,7 +239,11 @@ def test_a_disturbed_round_is_dropped_and_run_again(disturbed: dict[str, Any]) -
     assert (found["dropped"], len(found["times"])) == (2, 10)
     assert found["times"] == [[100.0] * 3] * 10
     assert found["sm_mhz"] == [1980] * 10
-    assert said == [{"event": "round"}] * 12  # the parent's deadline holds for a round, not for all of them
+    # Each sample is announced, so the parent's deadline holds for one sample and it knows whom to blame
+    assert all(event["event"] == "measuring" for event in said)
+    whom = [event["finalist"] for event in said]
+    assert [sorted(whom[i : i + 3]) for i in range(0, len(whom), 4)] == [[0, 1, 2]] * 12
+    assert whom[3::4] == [None] * 12
 
 
 @pytest.mark.parametrize("state", [{"throttled": True, "sm_mhz": None}, {"throttled": True, "sm_mhz": 900}])
