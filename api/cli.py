@@ -6,6 +6,7 @@ Progress and errors go to standard error.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -51,6 +52,7 @@ def main() -> None:
     """Run the command line; every expected error is one line and an exit code."""
     try:
         status = app(standalone_mode=False)
+        sys.stdout.flush()
     except _UsageError as e:
         _say_usage(e)
         sys.exit(2)
@@ -62,8 +64,9 @@ def main() -> None:
         sys.exit(1)
     except (KeyboardInterrupt, typer.Abort):
         status = _INTERRUPTED
-    except BrokenPipeError:  # the reader, as in `| head`, has what it wanted
-        sys.exit(0)
+    except (BrokenPipeError, SystemExit):  # Typer makes the one of the other
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        sys.exit(0)  # the reader, as in `| head`, has what it wanted
     if status == _INTERRUPTED:  # as Typer has it, too
         _say("stopped; what was measured is kept, and the same command goes on from there")
     sys.exit(status)

@@ -47,7 +47,14 @@ def start(home: Path, *args: str) -> subprocess.Popen[str]:
     """Start flashtune in a home of its own."""
     environ = {**os.environ, "FLASHTUNE_HOME": str(home), "FLASHTUNE_COMPILE_WORKERS": "2"}
     process = subprocess.Popen(
-        [FLASHTUNE, *args], cwd=home, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [FLASHTUNE, *args],
+        cwd=home,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A test run in a shell's background ignores SIGINT, and hands that on
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     _started.append(process)
     return process
@@ -149,6 +156,16 @@ def test_lookup_returns_what_was_published(home: Path) -> None:
     assert found["speedup"] == pytest.approx(1.2, rel=0.01)
     other = run(home, "lookup", "--heads", str(HEADS), "--seqlen", "999999", "--target", "fake", "--json").answer
     assert (other["kind"], other["config"]) == ("default", None)
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_reader_that_has_gone_is_no_error(home: Path, form: tuple[str, ...]) -> None:
+    process = start(home, "lookup", *WORKLOAD, "--target", "fake", *form)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(TIMEOUT_S) == 0
 
 
 def test_the_same_tune_again_answers_from_the_database_without_a_child(copy: Path) -> None:

@@ -1,0 +1,254 @@
+"""What every kernel family promises, asked of all of them: ``tuner.families.base`` is the contract."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner import families
+from tuner.config import Config
+from tuner.errors import ConfigError
+from tuner.families import INSTRUMENTS, REGISTRY
+from tuner.families.base import KernelFamily
+from tuner.pattern import parse
+from tuner.target import Target, named
+from tuner.workload import Workload
+
+ROOT = Path(__file__).parents[2]
+ALL = list(REGISTRY | INSTRUMENTS)
+
+TARGETS = [
+    named("sm_90a"),
+    named("sm_100a"),
+    named("cpu"),
+    named("fake"),
+    Target("NVIDIA A100-SXM4-80GB", "sm_80", 108, 400),
+    Target("NVIDIA GeForce RTX 5090", "sm_120a", 170),
+    Target("Tesla T4", "sm_75", 40),
+]
+PATTERNS = [
+    "full",
+    "causal",
+    "sliding_window(200)",
+    "prefix_lm(100)",
+    "document(mean=128)",
+    "causal & document(mean=128)",
+    "causal + softcap(30)",
+    "full + alibi",
+    "document(mean=128) + softcap(20) + alibi",
+]
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"dtype": "float32"},
+    {"dtype": "float16", "head_dim": 128, "heads_kv": 1},
+    {"head_dim": 192, "head_dim_v": 128, "heads_kv": 2},
+    {"head_dim": 256},
+    {"head_dim": 512},
+    {"head_dim": 8, "deterministic": True},
+    {"op": "bwd"},
+    {"layout": "varlen"},
+    {"seqlen_q": 1, "batch": 64, "heads_kv": 1},
+]
+BASE: dict[str, Any] = {"batch": 2, "heads_q": 4, "heads_kv": 4, "seqlen_q": 512, "seqlen_k": 512, "head_dim": 64}
+
+
+def _workloads() -> Iterator[Workload]:
+    for pattern, shape in itertools.product(PATTERNS, SHAPES):
+        if not ("document" in pattern and "seqlen_q" in shape):  # packed documents are as long as the keys
+            yield Workload(**{**BASE, **shape}, pattern=parse(pattern))
+
+
+GRID = list(itertools.product(_workloads(), TARGETS))
+
+
+@pytest.fixture(params=ALL)
+def family(request: pytest.FixtureRequest) -> KernelFamily:
+    return families.load(request.param)
+
+
+@cache
+def accepted(name: str) -> list[tuple[Workload, Target]]:
+    return [(w, t) for w, t in GRID if not families.load(name).refuses(w, t)]
+
+
+@cache
+def points(name: str, workload: Workload) -> list[Config]:
+    """Return every point of the family's space; building them proves that each has a canonical form."""
+    family = families.load(name)
+    space = family.space(workload)
+    values = itertools.product(*space.values()) if space else ()
+    return [Config.make(family.name, family.version, **dict(zip(space, v, strict=True))) for v in values]
+
+
+def test_names_and_versions_agree_with_the_registry() -> None:
+    assert set(REGISTRY) & set(INSTRUMENTS) == set()
+    for name in ALL:
+        family = families.load(name)
+        assert family.name == name
+        assert family.version >= 1
+        assert families.load(name) is family
+    with pytest.raises(ConfigError, match=r"'fa5'.*flex_cpu"):
+        families.load("fa5")
+
+
+def test_it_says_where_it_compiles(family: KernelFamily) -> None:
+    assert family.compile_in in ("cpu", "device", "nowhere")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_deciding_imports_nothing_heavy(name: str) -> None:
+    code = f"""
+import sys
+from tuner import families
+from tuner.pattern import parse
+from tuner.target import named
+from tuner.workload import Workload
+
+family = families.load({name!r})
+w = Workload(batch=1, heads_q=4, heads_kv=4, seqlen_q=512, seqlen_k=512, head_dim=64, pattern=parse("causal"))
+for arch in ("sm_90a", "cpu", "fake"):
+    family.refuses(w, named(arch))
+    for config in (family.stock(w), *family.first(w)):
+        family.feasible(config, w, named(arch)), family.extras(config, w)
+family.space(w)
+print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {module.partition(".")[0] for module in done.stdout.split()}
+    assert loaded - {"tuner", "__main__"} <= sys.stdlib_module_names | {"sitecustomize"} | site_hooks()
+
+
+@cache
+def site_hooks() -> frozenset[str]:
+    """Return what this environment loads into every Python by itself, as editable installs do."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; print(*sys.modules)"], capture_output=True, text=True, check=True
+    )
+    return frozenset(module.partition(".")[0] for module in done.stdout.split())
+
+
+def test_it_refuses_with_a_reason_or_accepts_and_never_raises(family: KernelFamily) -> None:
+    answers = [family.refuses(w, t) for w, t in GRID]
+    assert all(reason == reason.strip() and "\n" not in reason for reason in answers)
+    assert 0 < answers.count("") < len(GRID)  # something to do, and something left to others
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.arch)
+def test_every_family_is_either_able_or_says_why_not(target: Target) -> None:
+    for workload in _workloads():
+        able, refused = families.able(workload, target)
+        names = [f.name for f in able]
+        assert sorted([*names, *refused]) == sorted(REGISTRY)  # and no instrument, which must be named
+        assert names == [n for n in REGISTRY if n in names]
+        assert all(refused.values())
+
+
+def test_an_instrument_competes_if_named() -> None:
+    able, _ = families.able(Workload(**BASE), named("sm_90a"), ["decoy"])
+    assert [f.name for f in able] == ["decoy"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "pattern", "dtype", "default"),
+    [
+        ("sm_90a", "causal", "bfloat16", "flex_flash_stock"),
+        ("sm_100a", "document(mean=128) + alibi", "float16", "flex_flash_stock"),
+        ("sm_90a", "causal", "float32", "flex_triton_stock"),
+        ("sm_80", "sliding_window(200)", "bfloat16", "flex_triton_stock"),
+        ("cpu", "causal", "float32", "flex_cpu"),
+        ("fake", "full", "bfloat16", "fake"),
+    ],
+)
+def test_the_default_is_what_pytorch_ships(arch: str, pattern: str, dtype: str, default: str) -> None:
+    target = next(t for t in TARGETS if t.arch == arch)
+    able, _ = families.able(Workload(**BASE, dtype=dtype, pattern=parse(pattern)), target)
+    assert able[0].name == default
+
+
+def test_stock_is_one_config_of_the_family_that_always_runs(family: KernelFamily) -> None:
+    for workload, target in accepted(family.name):
+        stock = family.stock(workload)
+        assert (stock.family, stock.version, stock.is_stock) == (family.name, family.version, True)
+        assert family.feasible(stock, workload, target) == ""
+
+
+def test_every_point_of_the_space_is_a_config_with_a_key_of_its_own(family: KernelFamily) -> None:
+    for workload in {w: None for w, _ in accepted(family.name)}:
+        configs = points(family.name, workload)
+        assert len({c.key for c in configs}) == len({c.params for c in configs}) == len(configs)
+        assert [
+            c for c in configs[:: len(configs) // 50 + 1] if Config.from_dict(json.loads(json.dumps(c.to_dict()))) != c
+        ] == []
+        assert not any(c.is_stock for c in configs)
+
+
+def test_feasible_answers_for_every_point_and_lets_some_through(family: KernelFamily) -> None:
+    for workload, target in accepted(family.name):
+        configs = points(family.name, workload)
+        reasons = [family.feasible(c, workload, target) for c in configs]
+        assert all(isinstance(reason, str) for reason in reasons)
+        if configs and workload.seqlen_q > 1:  # one row is shorter than any tile
+            assert "" in reasons, f"{workload.label} on {target.arch}: {set(reasons)}"
+
+
+def test_what_to_try_first_lies_in_the_space(family: KernelFamily) -> None:
+    for workload in {w: None for w, _ in accepted(family.name)}:
+        first = family.first(workload)
+        assert set(first) <= set(points(family.name, workload))
+        assert len(set(first)) == len(first)
+
+
+def runnable(family: KernelFamily) -> Iterator[tuple[Workload, Config]]:
+    for workload, target in accepted(family.name):
+        yield workload, family.stock(workload)
+        for config in points(family.name, workload)[::7]:
+            if not family.feasible(config, workload, target):
+                yield workload, config
+
+
+def test_extras_are_plain_json_and_size_a_block_mask_only_where_something_is_masked(family: KernelFamily) -> None:
+    for workload, config in runnable(family):
+        extras = family.extras(config, workload)
+        assert json.loads(json.dumps(extras)) == extras
+        if "block_size" in extras:
+            assert workload.pattern.masks
+            q, kv = extras["block_size"]
+            assert (type(q), type(kv)) == (int, int)
+            assert min(q, kv) >= 1
+
+
+def test_block_sizes_follow_the_tiles() -> None:
+    """FA4 wants kv equal to tile_n and q a multiple of tile_m; FlexAttention's blocks are its tiles."""
+    seen = set()
+    for workload, config in runnable(families.load("fa4_fwd_sm90")):
+        extras = families.load("fa4_fwd_sm90").extras(config, workload)
+        if config.get("mask") == "block":
+            rows = int(config["tile_m"]) * int(config["q_blocks"])
+            assert extras["block_size"] == [rows, config["tile_n"]]
+        elif not config.is_stock:
+            assert extras == {}
+        seen.add(config.get("mask", "stock"))
+    assert seen == {"block", "native", "stock"}
+    for workload, config in runnable(families.load("flex_cpu")):
+        wanted = [config.get("q_block", 128), config.get("kv_block", 128)]
+        extras = families.load("flex_cpu").extras(config, workload)
+        assert extras == ({"block_size": wanted} if workload.pattern.masks else {})
+
+
+def test_its_lab_can_be_imported(family: KernelFamily) -> None:
+    module, _, attribute = family.lab.partition(":")
+    if module == "tuner.lab_torch" and importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    lab = getattr(importlib.import_module(module), attribute)
+    methods = ("draw", "reference", "build", "run", "timer", "conditions", "healthy", "faults")
+    assert [m for m in methods if not callable(getattr(lab, m, None))] == []
