@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 from tuner.config import Config
 from tuner.trial import Finalist, Verdict
@@ -42,6 +41,8 @@ def speedup(of: Sequence[float] | Floats, over: Sequence[float] | Floats, confid
     estimate = float(_center(logs))
     if float(np.ptp(logs)) == 0.0:
         return Interval(*(float(np.exp(estimate)),) * 3)
+    from scipy import stats  # takes a second to import: only for who decides something
+
     found = stats.bootstrap(
         (logs,),
         _center,
@@ -169,6 +170,8 @@ def _settled(
 
 
 def _center(x: Floats, axis: int = -1) -> Floats:
+    from scipy import stats
+
     return np.asarray(stats.trim_mean(x, _TRIM, axis=axis))
 
 
