@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from api import options as o
-from db.store import Published
 from tuner import lookup as rules
 from tuner.spec import policy_for
 from tuner.target import named, probe, toolchain
@@ -44,7 +43,7 @@ def lookup(
     )
     policy = policy_for(policy, here)
     with o.open_store(db, create=False, read_only=True) as store:
-        entries = [_entry(p) for p in store.published()]
+        entries = store.published()
     match = rules.find(workload, here, toolchain(), policy, entries)
     if json:
         o.print_json(match.to_dict())
@@ -66,7 +65,3 @@ def lookup(
     say(f"why: {match.reason}")
     for warning in match.warnings:
         o.stderr.print(f"warning: {warning}", markup=False, highlight=False)
-
-
-def _entry(p: Published) -> rules.Entry:
-    return rules.Entry(p.workload, p.target, p.toolchain, p.policy, p.tuned, p.study_id, p.version)

@@ -23,8 +23,9 @@ from db.session import Database, open_database
 from db.study import StudyHandle, digest, target_of, toolchain_of
 from tuner.config import Config
 from tuner.errors import InputError
+from tuner.lookup import Entry
 from tuner.spec import StudySettings, StudySpec
-from tuner.target import Target, Toolchain
+from tuner.target import Target
 from tuner.trial import TrialStatus, TunedConfig, Verdict
 from tuner.workload import Workload
 
@@ -51,16 +52,9 @@ class StudyRow:
 
 
 @dataclass(frozen=True)
-class Published:
+class Published(Entry):
     """A published answer; ``version`` counts the answers for one workload, target, toolchain and policy."""
 
-    workload: Workload
-    target: Target
-    toolchain: Toolchain
-    policy: str
-    tuned: TunedConfig
-    study_id: str
-    version: int
     published_at: datetime
 
 

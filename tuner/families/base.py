@@ -70,3 +70,22 @@ class KernelFamily(Protocol):
     def build(self, config: Config, workload: Workload, room: Room) -> Kernel:
         """Return the kernel, ready to run on this process's device. Raises what the library raises."""
         ...
+
+
+class Untunable:
+    """What families have in common that have nothing to tune: a rival is its stock config."""
+
+    name: str
+    version = 1
+
+    def stock(self, workload: Workload) -> Config:
+        return Config.make(self.name, self.version)
+
+    def space(self, workload: Workload) -> Space:
+        return {}
+
+    def first(self, workload: Workload) -> tuple[Config, ...]:
+        return ()
+
+    def feasible(self, config: Config, workload: Workload, target: Target) -> str:
+        return "" if config.is_stock else "has nothing to tune"

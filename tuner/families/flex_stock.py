@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.config import Config
-from tuner.families.base import Kernel, Room, Space
+from tuner.families.base import Kernel, Room, Untunable
 from tuner.target import Target
 from tuner.trial import Resources
 from tuner.workload import Workload
 
 
-class FlexStock:
+class FlexStock(Untunable):
     """One backend of FlexAttention, with its default BlockMask and options."""
 
-    version = 1
     compile_in = "device"  # Inductor compiles and FA4 JITs on the first call, which needs a GPU
     lab = "tuner.lab_torch:TorchLab"
 
@@ -36,18 +35,6 @@ class FlexStock:
         if max(workload.head_dim, workload.head_dim_v) > self._max_head_dim:
             return f"head_dim goes to {self._max_head_dim}, not {max(workload.head_dim, workload.head_dim_v)}"
         return ""
-
-    def stock(self, workload: Workload) -> Config:
-        return Config.make(self.name, self.version)
-
-    def space(self, workload: Workload) -> Space:
-        return {}
-
-    def first(self, workload: Workload) -> tuple[Config, ...]:
-        return ()
-
-    def feasible(self, config: Config, workload: Workload, target: Target) -> str:
-        return "" if config.is_stock else "has nothing to tune"
 
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
         extras: dict[str, Any] = {"kernel_options": {"BACKEND": self._backend}}

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.config import Config
-from tuner.families.base import Kernel, Room, Space
+from tuner.families.base import Kernel, Room, Untunable
 from tuner.target import Target
 from tuner.trial import Resources
 from tuner.workload import Workload
 
 
-class Sdpa:
+class Sdpa(Untunable):
     """One backend of F.scaled_dot_product_attention."""
 
-    version = 1
     compile_in = "nowhere"
     lab = "tuner.lab_torch:TorchLab"
 
@@ -39,18 +38,6 @@ class Sdpa:
         if workload.pattern.masks and workload.seqlen_q != workload.seqlen_k:
             return "aligns causal to the top left, which differs where seqlen_q is not seqlen_k"
         return ""
-
-    def stock(self, workload: Workload) -> Config:
-        return Config.make(self.name, self.version)
-
-    def space(self, workload: Workload) -> Space:
-        return {}
-
-    def first(self, workload: Workload) -> tuple[Config, ...]:
-        return ()
-
-    def feasible(self, config: Config, workload: Workload, target: Target) -> str:
-        return "" if config.is_stock else "has nothing to tune"
 
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
         return {}
