@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from api import compiling, doctor, looking, showing, tuning
+from api import compiling, doctor, keeping, looking, showing, tuning
 from tuner import __version__
 from tuner.errors import FlashtuneError, InputError
 
@@ -33,6 +33,8 @@ app.command("compile")(compiling.compile_configs)
 app.command("doctor")(doctor.doctor)
 app.command("studies")(showing.studies)
 app.command("show")(showing.show)
+app.command("backup")(keeping.backup)
+app.command("restore")(keeping.restore)
 
 
 def _version(wanted: bool) -> None:

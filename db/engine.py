@@ -139,6 +139,12 @@ def use_wal(engine: Engine) -> None:
                 time.sleep(0.01)
 
 
+def leave_wal(engine: Engine) -> None:
+    """Fold the write-ahead log into the file, so that the one file is all there is."""
+    with engine.connect().execution_options(sqlite_begin=None) as connection:
+        connection.exec_driver_sql("PRAGMA journal_mode=DELETE")
+
+
 def postgresql(url: URL, label: str) -> Engine:
     try:
         engine = create_engine(

@@ -128,6 +128,11 @@ class Database:
                     self._lock(connection)
                     migrations.upgrade(connection)  # nothing, if another process was faster
 
+    def fold(self) -> None:
+        """Bring all of a SQLite database into its one file, without a write-ahead log beside it."""
+        with self.errors():
+            engines.leave_wal(self._engine)
+
     def close(self) -> None:
         self._engine.dispose()
 
