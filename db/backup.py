@@ -34,6 +34,8 @@ def backup(place: str, destination: Path) -> dict[str, int]:
     """
     if destination.exists():
         raise StorageError(f"backup {destination} exists already; name another file, or remove it")
+    if not destination.absolute().parent.is_dir():
+        raise StorageError(f"backup {destination}: there is no folder {destination.absolute().parent}; make it first")
     part = destination.with_name(f".{destination.name}.{os.getpid()}.part")
     source = open_database(place, create=False, read_only=True)
     try:

@@ -145,3 +145,7 @@ def test_the_commands(kept: Path, tmp_path: Path) -> None:
         refused = run(*args)
         assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1), refused.stderr
     assert not (tmp_path / "x.db").exists()
+    nowhere = run("backup", "no/where.db", "--db", "new.db")
+    assert (nowhere.returncode, nowhere.stdout) == (2, "")
+    assert "there is no folder" in nowhere.stderr
+    assert not (tmp_path / "no").exists()
