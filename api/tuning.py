@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from tuner.spec import StudySettings
 from tuner.study import Event
 from tuner.workload import Workload
 from tuner.workload_file import NamedWorkload
-from workers.runner import Outcome, Runner, check
+from workers.runner import Outcome, Place, Runner
 from workers.settings import Settings
 
 _WORKLOAD_OPTIONS = (
@@ -82,14 +83,17 @@ def tune(
     )
     script = o.read_script(fake_script)
     settings = Settings.from_env()
-    check(settings, workloads, device=device, policy=policy, only=family or (), script=script)
+    place = Place.find(settings, device=device, policy=policy, only=family or (), script=script)
+    for named in workloads:  # what is wrong with the wish is said before anything is opened or made for it
+        place.spec(named.workload)
+    settings.check_cache_dir()
     with (
         o.open_store(db) as store,
-        Runner(settings, store, device=device, policy=policy, only=family or (), script=script) as runner,
+        Runner(settings, store, place) as runner,
         _terminate_as_interrupt(),
     ):
-        where = f"{runner.target.model} ({runner.target.arch})"
-        o.stderr.print(f"tuning {len(workloads)} workload(s) on {where}, policy {runner.policy}", highlight=False)
+        where = f"{place.target.model} ({place.target.arch})"
+        o.stderr.print(f"tuning {len(workloads)} workload(s) on {where}, policy {place.policy}", highlight=False)
         outcomes = []
         with _Bars(o.stderr, len(workloads)) as bars:
             for outcome in runner.tune(workloads, study_settings, force=force, say=bars.show):
@@ -106,9 +110,10 @@ def tune(
     if json:
         o.print_json(
             {
-                "target": runner.target.to_dict(),
-                "toolchain": runner.toolchain.to_dict(),
-                "policy": runner.policy,
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "target": place.target.to_dict(),
+                "toolchain": place.toolchain.to_dict(),
+                "policy": place.policy,
                 "settings": study_settings.to_dict(),
                 "rate": rate,
                 "outcomes": [outcome_dict(x) for x in outcomes],

@@ -28,7 +28,7 @@ from tuner.spec import StudySettings
 from tuner.trial import TunedConfig, Verdict
 from tuner.workload import Workload
 from tuner.workload_file import NamedWorkload
-from workers.runner import Runner
+from workers.runner import Place, Runner
 from workers.settings import Settings
 
 PLANTED = 7  # the variant with the win
@@ -48,27 +48,24 @@ def script(gain: float, seed: int, gpu: bool) -> str:
     return json.dumps({"base_us": 250.0, "seed": seed, "noise": NOISE, "outcomes": outcomes})
 
 
-def one_study(gain: float, seed: int, gpu: bool, cache: Path | None) -> tuple[TunedConfig, Runner]:
+def one_study(gain: float, seed: int, gpu: bool, cache: Path | None) -> tuple[TunedConfig, Place]:
     """Run one study in a database of its own."""
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings.from_env({"FLASHTUNE_HOME": folder})
         if cache is not None:
             settings = replace(settings, cache_dir=cache)
         workload = GPU_WORKLOAD if gpu else FAKE_WORKLOAD
-        with (
-            Store.open(settings.database_url) as store,
-            Runner(
-                settings,
-                store,
-                device="cuda" if gpu else "fake",
-                only=("decoy",) if gpu else (),
-                script=script(gain, seed, gpu),
-            ) as runner,
-        ):
+        place = Place.find(
+            settings,
+            device="cuda" if gpu else "fake",
+            only=("decoy",) if gpu else (),
+            script=script(gain, seed, gpu),
+        )
+        with Store.open(settings.database_url) as store, Runner(settings, store, place) as runner:
             (outcome,) = runner.tune([NamedWorkload("honesty", workload)], StudySettings(seed=seed))
     if outcome.tuned is None:
         raise SystemExit(f"the study failed: {outcome.error}")
-    return outcome.tuned, runner
+    return outcome.tuned, place
 
 
 def as_expected(gain: float, tuned: TunedConfig) -> bool:
@@ -89,7 +86,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, help="folder of compiled kernels, to share between studies")
     args = parser.parse_args()
     results: list[dict[str, Any]] = []
-    where: Runner | None = None
+    where: Place | None = None
     for name, gain in SCENARIOS.items():
         right = 0
         for seed in range(args.studies):

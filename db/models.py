@@ -69,7 +69,6 @@ class StudyModel(Base):
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
     finished_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
     stats: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
-    answered_from: Mapped[str | None] = mapped_column(String(12))  # id of the study whose answer this one repeats
 
 
 class TrialModel(Base):

@@ -3,7 +3,7 @@
 One compile pool and one measuring child serve all studies. On a GPU several studies are under way
 at once, so that the device measures one while the others compile.
 
-    with Runner(settings, store, device="auto") as runner:
+    with Runner(settings, store, Place.find(settings)) as runner:
         for outcome in runner.tune(workloads, StudySettings()):
             ...
 """
@@ -30,6 +30,7 @@ from tuner.study import Event, Study, spec_for
 from tuner.target import Target, Toolchain, probe, toolchain
 from tuner.trial import TunedConfig
 from tuner.utilization import Utilization
+from tuner.workload import Workload
 from tuner.workload_file import NamedWorkload
 from workers.settings import Settings
 
@@ -51,52 +52,46 @@ class Outcome:
     error: str = ""
 
 
-def check(
-    settings: Settings,
-    workloads: Sequence[NamedWorkload],
-    *,
-    device: str = "auto",
-    policy: str = "auto",
-    only: Sequence[str] = (),
-    script: str = "",
-) -> None:
-    """Find what is wrong with a wish to tune, before anything is opened or made for it.
+@dataclass(frozen=True)
+class Place:
+    """Where and how to tune: the device found, its toolchain, the policy, and which families compete."""
 
-    Raises:
-        InputError: for a policy that the device does not have, a workload that nothing computes
-            there, or a cache folder that cannot be used.
-        TargetError: if the device does not exist.
-    """
-    target, chain = _find(settings, device, script), toolchain()
-    for named in workloads:
-        spec_for(named.workload, target, chain, policy_for(policy, target), only)
-    settings.check_cache_dir()
+    target: Target
+    toolchain: Toolchain
+    policy: str
+    only: tuple[str, ...] = ()  # families; empty means all
+    script: str = ""  # the fake family's
 
-
-class Runner:
-    """The embedded tuner of one device. Use it in a with-block: it holds processes and a lock."""
-
-    def __init__(
-        self,
+    @classmethod
+    def find(
+        cls,
         settings: Settings,
-        store: Store,
         *,
         device: str = "auto",
         policy: str = "auto",
         only: Sequence[str] = (),
         script: str = "",
-    ) -> None:
+    ) -> Place:
         """Find the device.
 
         Raises:
             InputError: for a policy that the device does not have.
             TargetError: if the device does not exist.
         """
-        self._settings, self._store, self._script = settings, store, script
-        self._only = tuple(only)
-        self.target: Target = _find(settings, device, script)
-        self.toolchain: Toolchain = toolchain()
-        self.policy = policy_for(policy, self.target)
+        target = probe("fake" if script and device == "auto" else device, settings.visible_devices)
+        return cls(target, toolchain(), policy_for(policy, target), tuple(only), script)
+
+    def spec(self, workload: Workload) -> StudySpec:
+        """Return the study of a workload here. Raises InputError if nothing here computes it."""
+        return spec_for(workload, self.target, self.toolchain, self.policy, self.only)
+
+
+class Runner:
+    """The embedded tuner of one device. Use it in a with-block: it holds processes and a lock."""
+
+    def __init__(self, settings: Settings, store: Store, place: Place) -> None:
+        self._settings, self._store, self._place = settings, store, place
+        self.target = place.target
         self.trials = 0  # measured by this runner, with the time it took and the device's share of it
         self.wall_s = self.busy_s = 0.0
         self.gpu_utilization: float | None = None
@@ -135,7 +130,7 @@ class Runner:
         Raises:
             InputError: if a workload cannot be computed here by anything, before any is tuned.
         """
-        specs = [spec_for(n.workload, self.target, self.toolchain, self.policy, self._only) for n in workloads]
+        specs = [self._place.spec(n.workload) for n in workloads]
         handles = [self._store.begin_study(spec, study_settings, force=force) for spec in specs]
         todo: list[_Todo] = []
         for named, spec, handle in zip(workloads, specs, handles, strict=True):
@@ -221,14 +216,14 @@ class Runner:
             cache_dir,
             workers=self._settings.compile_workers,
             memory_bytes=study_settings.compile_memory_bytes,
-            script=self._script,
+            script=self._place.script,
             visible_devices=visible,
         )
         self._sandbox = Sandbox(
             self.target,
             cache_dir,
             run_timeout_s=study_settings.run_timeout_s,
-            script=self._script,
+            script=self._place.script,
             visible_devices=visible,
         )
         self._sandbox.start()
@@ -252,10 +247,6 @@ def _step(job: _Todo, study: Study) -> Outcome | None:
     if study.tuned is None:
         return None
     return Outcome(job.named, job.handle.id, study.tuned, job.handle.stats())
-
-
-def _find(settings: Settings, device: str, script: str) -> Target:
-    return probe("fake" if script and device == "auto" else device, settings.visible_devices)
 
 
 def _lock_device(folder: Path, target: Target) -> int | None:

@@ -44,7 +44,6 @@ def _create_studies() -> None:
         sa.Column("updated_at", _UTC, nullable=False),
         sa.Column("finished_at", _UTC),
         sa.Column("stats", sa.JSON),
-        sa.Column("answered_from", sa.String(12)),
         sa.PrimaryKeyConstraint("id", name="pk_studies"),
         sa.UniqueConstraint("spec_key_hash", "run", name="uq_studies_spec_key_hash_run"),
     )
