@@ -59,7 +59,7 @@ def _open(request: dict[str, Any]) -> Bench:
     except Exception as e:
         raise BenchError(_child_io.error_text(e)) from e
     first = int.from_bytes(os.urandom(4), "little")  # inputs are fresh every time
-    return Bench(lab, default, workload.dtype, request["policy"], [first, first + 1])
+    return Bench(lab, default, workload.dtype, request["policy"], [first, first + 1], workload.deterministic)
 
 
 def _free() -> None:

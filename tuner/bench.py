@@ -6,6 +6,7 @@ that what the machine does meanwhile (clocks, heat, neighbours) falls on both.
 
 from __future__ import annotations
 
+import copy
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,8 @@ from tuner.verify import STOCK_LIMIT, Errors, errors, judge
 PAIRS = 15
 _HOPELESS_AFTER, _HOPELESS_RATIO = 3, 0.7  # a config this far behind needs no more pairs
 _WARM_SAMPLES = 40  # the first samples of a cool GPU read up to 7% slow
+_REPEATS = 3
+_UNREPEATABLE = "two runs on the same inputs differ, and the workload asks for deterministic"
 _CLOCK_DROP = 0.95  # a round below this share of the median clock is dropped
 
 
@@ -30,8 +33,14 @@ class BenchError(Exception):
 class Bench:
     """One workload with its default, ready to try configs against it."""
 
-    def __init__(self, lab: Lab, default: Config, dtype: str, policy: str, seeds: Sequence[int]) -> None:
-        """Draw inputs, compute references, and verify the default. Raises BenchError."""
+    def __init__(
+        self, lab: Lab, default: Config, dtype: str, policy: str, seeds: Sequence[int], repeatable: bool = False
+    ) -> None:
+        """Draw inputs, compute references, and verify the default. Raises BenchError.
+
+        With ``repeatable``, only what gives the same bits every time is right.
+        """
+        self._repeatable = repeatable
         self._lab, self._policy, self._seeds = lab, policy, list(seeds)
         try:
             self._draws = [(inputs, lab.reference(inputs)) for inputs in map(lab.draw, seeds)]
@@ -39,6 +48,8 @@ class Bench:
             self._stock = self._errors(kernel)[0]
             if not self._stock.whole <= STOCK_LIMIT[dtype]:
                 raise BenchError(f"the default's relative error is {self._stock.whole:.3g}, above {STOCK_LIMIT[dtype]}")
+            if repeatable and not self._repeats(kernel):
+                raise BenchError(_UNREPEATABLE)
             self._default = lab.timer(kernel)
         except BenchError:
             raise
@@ -128,9 +139,19 @@ class Bench:
                 return worst, n
         return worst, len(self._draws)
 
+    def _repeats(self, kernel: Any) -> bool:
+        """Tell whether a kernel gives the same bits each time, on every draw."""
+        for inputs, _ in self._draws:
+            first = copy.deepcopy(self._lab.run(kernel, inputs))
+            if not all(bool((self._lab.run(kernel, inputs) == first).all()) for _ in range(_REPEATS)):
+                return False
+        return True
+
     def _verify(self, kernel: Any) -> dict[str, Any]:
         found, draws = self._errors(kernel)
         reason = judge(found, self._stock)
+        if not reason and self._repeatable and not self._repeats(kernel):
+            reason = _UNREPEATABLE
         return {
             "error": found.whole,
             "row_error": found.row,

@@ -21,7 +21,7 @@ from tuner.spec import StudySettings
 from tuner.trial import Trial, TrialStatus, TunedConfig, Verdict
 from tuner.workload import Workload
 from tuner.workload_file import NamedWorkload
-from workers.runner import Outcome, Runner
+from workers.runner import Outcome, Place, Runner
 from workers.settings import Settings
 
 DEADLINE_S = 5.0  # a good config needs a tenth of it, with the start of its child
@@ -68,7 +68,7 @@ def runner(home: Path, outcomes: dict[str, Any]) -> Iterator[tuple[Runner, Store
     script = {"seed": 5, "noise": {"sigma": 0.002, "ar": 0.5, "drift": 0.02}, "outcomes": outcomes}
     with (
         Store.open(settings.database_url) as store,
-        Runner(settings, store, device="fake", script=json.dumps(script)) as made,
+        Runner(settings, store, Place.find(settings, device="fake", script=json.dumps(script))) as made,
     ):
         yield made, store
 
@@ -179,3 +179,17 @@ def test_a_finalist_that_crashes_in_the_finals_is_out_and_the_next_best_wins(tmp
         trial = study.trials[v]
         assert (trial.status, trial.measurement) == (TrialStatus.RUN_CRASH, None)
         assert "SIGSEGV" in trial.error
+
+
+def test_a_deterministic_workload_takes_only_what_repeats_bit_by_bit(tmp_path: Path) -> None:
+    """The fastest variant differs in the last bits from run to run: it wins only where nobody asked."""
+    outcomes: dict[str, Any] = {"0": {"does": "unrepeatable", "speedup": 1.2}, str(BEST): {"speedup": 1.05}}
+    with runner(tmp_path, outcomes) as (made, store):
+        plain = workload(1)
+        strict = NamedWorkload("strict", plain.workload.with_(deterministic=True))
+        found = {o.named.name: o for o in made.tune([plain, strict], SETTINGS)}
+        trials = {t.config.get("variant"): t for t in store.study(found["strict"].study_id).trials()}
+    winners = {name: o.tuned.config.get("variant") for name, o in found.items() if o.tuned}
+    assert winners == {"batch 1": 0, "strict": BEST}
+    assert trials[0].status is TrialStatus.INCORRECT
+    assert "differ" in trials[0].error

@@ -360,7 +360,7 @@ pattern = "sliding_window(128)"
 def test_a_file_of_workloads_gives_one_outcome_each_in_its_order(tmp_path: Path) -> None:
     (tmp_path / "many.toml").write_text(FILE)
     answer = run(tmp_path, "tune", "many.toml", *faked(tmp_path, SCRIPT), "--json").answer
-    assert set(answer) == {"target", "toolchain", "policy", "settings", "rate", "outcomes"}
+    assert set(answer) == {"date", "target", "toolchain", "policy", "settings", "rate", "outcomes"}
     assert (answer["target"]["arch"], answer["policy"], answer["settings"]["max_trials"]) == ("fake", "graph", 48)
     assert answer["toolchain"]["python"] == f"{sys.version_info[0]}.{sys.version_info[1]}"
     assert [o["name"] for o in answer["outcomes"]] == ["short[seqlen=256]", "short[seqlen=512]", "window"]

@@ -7,7 +7,7 @@ Its children really abort, hang, fault and eat memory; only the time is made up.
      "outcomes": {"3": {"speedup": 1.03}, "5": {"does": "nan"}, "stock": {"speedup": 1.0}}}
 
 ``does`` is one of ok, compile_error, compile_abort, compile_hang, compile_memory, run_error, fault,
-hang, exit, nan, wrong, wrong_row, unwritten. Noise is lognormal: ``sigma`` a sample, ``ar`` its
+hang, exit, nan, wrong, wrong_row, unwritten, unrepeatable. Noise is lognormal: ``sigma`` a sample, ``ar`` its
 correlation from one sample to the next, ``drift`` the amplitude of a slow wave that all configs
 share, ``outliers`` the share of samples that read 1.2 to 2 times slow. ``compile_s`` and
 ``sample_s`` really take that long; a kernel with ``faults_after`` faults in its n-th sample and the
@@ -116,6 +116,8 @@ class FakeKernel:
             out = out * 1.05
         elif self.does == "wrong_row":
             out[_ROWS // 3] = -out[_ROWS // 3]
+        elif self.does == "unrepeatable":
+            out = out * (1 + 1e-6 * random.random())
         inputs["out"][:] = out
         return inputs["out"]
 
