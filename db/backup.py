@@ -17,7 +17,7 @@ from typing import Any
 from sqlalchemy import Integer, Table, func, insert, select, text
 from sqlalchemy.orm import Session
 
-from db.models import Base, StudyModel
+from db.models import Base, JobModel, StudyModel
 from db.session import Database, open_database
 from tuner.errors import StorageError
 
@@ -59,7 +59,7 @@ def restore(source: Path, place: str) -> dict[str, int]:
     """Copy a backup into the database at ``place``, made if missing; return the rows by table.
 
     Raises:
-        StorageError: if the backup is damaged, or the database holds studies already. Neither changes.
+        StorageError: if the backup is damaged, or the database holds studies or jobs already. Neither changes.
     """
     kept = open_database(str(source), create=False, read_only=True)
     try:
@@ -70,9 +70,11 @@ def restore(source: Path, place: str) -> dict[str, int]:
             target = open_database(place)
             try:
                 with target.write(alone=True) as session:
-                    studies = session.scalar(select(func.count()).select_from(StudyModel)) or 0
-                    if studies:
-                        raise target.error(f"it holds {studies} studies", "restore into an empty one, or move it away")
+                    for model in (StudyModel, JobModel):
+                        found = session.scalar(select(func.count()).select_from(model)) or 0
+                        if found:
+                            what = f"it holds {found} {model.__tablename__}"
+                            raise target.error(what, "restore into an empty one, or move it away")
                     counts = _copy(rows, session)
                     _continue_numbers(target, session)
             finally:
@@ -96,7 +98,11 @@ def _copy(rows: Session, session: Session) -> dict[str, int]:
 def _chunks(rows: Session, table: Table) -> Iterator[list[dict[str, Any]]]:
     found = rows.execute(select(table).order_by(*table.primary_key.columns), execution_options={"yield_per": _CHUNK})
     for part in found.mappings().partitions():
-        yield [dict(row) for row in part]
+        rows_of = [dict(row) for row in part]
+        if "xid" in table.c:
+            for row in rows_of:  # another server's transactions have other numbers, and are over
+                row["xid"] = 0
+        yield rows_of
 
 
 def _one_state(source: Database, rows: Session) -> None:

@@ -19,12 +19,14 @@ from typing import Any
 from urllib.parse import quote
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy.exc import ArgumentError, InvalidatePoolError, OperationalError
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from tuner.errors import StorageError
 
 LOCK_WAIT_S = 30.0
 CONNECT_WAIT_S = 10
+PING_AFTER_S = 1.0  # a connection that idled for longer is tried before it is used: a round trip
 RESTORE = "restore a backup, or move it away and tune again"
 ACCESS = "check the permissions of the file and of its folder, or choose another path"
 
@@ -114,11 +116,15 @@ def sqlite(path: str, create: bool, read_only: bool) -> Engine:
         connection.isolation_level = None  # BEGIN is ours, below
         connection.execute("PRAGMA foreign_keys=ON")
         connection.execute("PRAGMA synchronous=FULL")
+        connection.create_function("clock", 0, time.time)  # SQLite's own has only milliseconds
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        statement = connection.get_execution_options().get("sqlite_begin", "BEGIN")
+        options = connection.get_execution_options()
+        statement = options.get("sqlite_begin", "BEGIN")
         if statement:
+            if level := options.get("sqlite_synchronous"):  # of this transaction: connections are pooled
+                connection.exec_driver_sql(f"PRAGMA synchronous={level}")
             connection.exec_driver_sql(statement)
 
     return engine
@@ -150,7 +156,6 @@ def postgresql(url: URL, label: str) -> Engine:
         engine = create_engine(
             url,
             connect_args={"connect_timeout": CONNECT_WAIT_S},
-            pool_pre_ping=True,  # the server may have been restarted since the last call
             **_COMMON,
         )
     except ModuleNotFoundError as e:
@@ -160,6 +165,19 @@ def postgresql(url: URL, label: str) -> Engine:
     def connected(connection: Any, _: object) -> None:
         connection.execute(f"SET lock_timeout = {int(LOCK_WAIT_S * 1000)}")
         connection.commit()
+
+    @event.listens_for(engine, "checkin")
+    def returned(_: object, record: ConnectionPoolEntry) -> None:
+        record.info["returned"] = time.monotonic()
+
+    @event.listens_for(engine, "checkout")
+    def taken(connection: Any, record: ConnectionPoolEntry, _: object) -> None:
+        if time.monotonic() - record.info.get("returned", 0.0) < PING_AFTER_S:
+            return
+        try:  # the server may have been restarted since the last call
+            engine.dialect.do_ping(connection)
+        except engine.dialect.loaded_dbapi.Error as e:
+            raise InvalidatePoolError("the server closed the connection") from e  # the pool makes another
 
     return engine
 

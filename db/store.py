@@ -1,4 +1,4 @@
-"""Every study of one database: beginning, finding and listing them, and what they published.
+"""The store: studies and what they published, and the ways to jobs, work, workers and keys.
 
 Everything is durable when a call returns, and a call that fails changes nothing. Whatever a person
 can cause is raised as ``tuner.errors.StorageError``.
@@ -11,16 +11,22 @@ can cause is raised as ``tuner.errors.StorageError``.
 from __future__ import annotations
 
 import re
-import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import func, select
+from sqlalchemy.dialects import postgresql, sqlite
 
-from db.models import DONE, RUNNING, StudyModel, TrialModel, TunedConfigModel
+from db.fleet import Fleet
+from db.jobs import Jobs
+from db.keys import Keys
+from db.models import ArtifactModel, StudyModel, TrialModel, TunedConfigModel
+from db.outbox import Outbox
+from db.planning import Planning
 from db.session import Database, open_database
-from db.study import StudyHandle, digest, target_of, toolchain_of
+from db.study import StudyHandle, begin, target_of, toolchain_of
+from db.work import LEASE_S, Work
 from tuner.config import Config
 from tuner.errors import InputError
 from tuner.lookup import Entry
@@ -61,20 +67,27 @@ class Published(Entry):
 class Store:
     """Every study of one database. Use it as a context manager, or call ``close``."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, lease_s: float = LEASE_S) -> None:
         self._database = database
+        self.jobs = Jobs(database)
+        self.planning = Planning(database)
+        self.work = Work(database, lease_s)
+        self.fleet = Fleet(database, lease_s)
+        self.keys = Keys(database)
+        self.outbox = Outbox(database)
 
     @classmethod
-    def open(cls, url: str, *, create: bool = True, read_only: bool = False) -> Store:
+    def open(cls, url: str, *, create: bool = True, read_only: bool = False, lease_s: float = LEASE_S) -> Store:
         """Open the database at ``url``, a SQLAlchemy URL or the path of a SQLite file.
 
         ``create`` makes the file, its folder (mode 0700) and the tables where they are missing. The
-        schema is brought to the newest revision; any number of processes may do so at once.
+        schema is brought to the newest revision; any number of processes may do so at once. A worker
+        that is silent for ``lease_s`` seconds loses the work that it holds.
 
         Raises:
             StorageError: naming the database without its password, and the next step.
         """
-        return cls(open_database(url, create=create, read_only=read_only))
+        return cls(open_database(url, create=create, read_only=read_only), lease_s)
 
     @property
     def location(self) -> str:
@@ -96,16 +109,23 @@ class Store:
         With ``force`` a done study is left alone and the next run begun; a running one goes on. A
         running study takes the new settings, a done one keeps those that it was answered under.
         """
-        key_hash = digest(spec.key)
-        newest = select(StudyModel).where(StudyModel.spec_key_hash == key_hash).order_by(StudyModel.run.desc())
         with self._database.write(alone=True) as session:
-            row = session.scalar(newest.limit(1))
-            if row is None or (force and row.state == DONE):
-                row = _new_study(spec, settings, key_hash, run=row.run + 1 if row else 1)
-                session.add(row)
-            elif row.state == RUNNING:
-                row.settings, row.updated_at = settings.to_dict(), datetime.now(UTC)
+            row = begin(session, spec, settings, force=force)
             return StudyHandle(self._database, row)
+
+    def artifacts_put(self, sha256: str, data: bytes) -> None:
+        """Keep a compiled object under its SHA-256; one that is there is replaced, since it may be damaged."""
+        row = {"sha256": sha256, "data": data, "created_at": datetime.now(UTC)}
+        table = postgresql if self._database.dialect == "postgresql" else sqlite
+        insert = table.insert(ArtifactModel).values(row)
+        replace = insert.on_conflict_do_update(index_elements=["sha256"], set_={"data": insert.excluded.data})
+        with self._database.write() as session:
+            session.execute(replace)
+
+    def artifacts_get(self, sha256: str) -> bytes | None:
+        """Return the bytes kept under a SHA-256, unchecked; None if there are none."""
+        with self._database.read() as session:
+            return session.scalar(select(ArtifactModel.data).where(ArtifactModel.sha256 == sha256))
 
     def study(self, ref: str) -> StudyHandle:
         """Return the study with this id, or the only one whose id begins with ``ref``.
@@ -186,24 +206,3 @@ class Store:
             version=answer.version,
             published_at=answer.published_at,
         )
-
-
-def _new_study(spec: StudySpec, settings: StudySettings, key_hash: str, run: int) -> StudyModel:
-    now = datetime.now(UTC)
-    return StudyModel(
-        id=uuid.uuid4().hex[:12],
-        spec_key_hash=key_hash,
-        run=run,
-        workload=spec.workload.to_dict(),
-        workload_key=spec.workload.key,
-        target=spec.target.to_dict(),
-        target_key=spec.target.key,
-        toolchain=spec.toolchain.to_dict(),
-        toolchain_key=spec.toolchain.key,
-        policy=spec.policy,
-        families=list(spec.families),
-        settings=settings.to_dict(),
-        state=RUNNING,
-        created_at=now,
-        updated_at=now,
-    )

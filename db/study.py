@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import math
+import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import Connection, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from db.models import DONE, RUNNING, StudyModel, TrialModel, TunedConfigModel
 from db.session import Database
 from tuner.config import Config
-from tuner.spec import StudySettings
+from tuner.spec import StudySettings, StudySpec
 from tuner.target import Target, Toolchain
 from tuner.trial import Trial, TunedConfig
 from tuner.workload import Workload
@@ -69,38 +70,14 @@ class StudyHandle:
 
     def add_trial(self, trial: Trial) -> None:
         """Store a trial. A second trial of the same config replaces the first, in its place."""
-        now = datetime.now(UTC)
-        table = postgresql if self._database.dialect == "postgresql" else sqlite
-        insert = table.insert(TrialModel).values(
-            study_id=self.id,
-            config_key=trial.config.key,
-            family=trial.config.family,
-            status=str(trial.status),
-            trial=trial.to_dict(),
-            ratio=trial.ratio if trial.ratio is not None and math.isfinite(trial.ratio) else None,
-            created_at=now,
-        )
-        replaced = {name: insert.excluded[name] for name in ("status", "trial", "ratio", "created_at")}
         with self._database.write() as session:
-            self._row(session).updated_at = now
-            session.execute(insert.on_conflict_do_update(index_elements=["study_id", "config_key"], set_=replaced))
+            self._row(session).updated_at = datetime.now(UTC)
+            put_trial(session.connection(), self.id, trial)
 
     def finish(self, tuned: TunedConfig, stats: Mapping[str, Any]) -> None:
         """Publish the answer and mark the study done, both or neither. A second answer replaces the first."""
-        now = datetime.now(UTC)
         with self._database.write(alone=True) as session:
-            row = self._row(session)
-            row.state, row.stats, row.finished_at, row.updated_at = DONE, dict(stats), now, now
-            answer = digest(row.workload_key, row.target_key, row.toolchain_key, row.policy)
-            newest = select(func.max(TunedConfigModel.version)).where(TunedConfigModel.answer_hash == answer)
-            version = (session.scalar(newest) or 0) + 1
-            published = _answer(session, self.id) or TunedConfigModel(study_id=self.id)
-            published.answer_hash, published.version = answer, version
-            published.workload_key, published.target_key = row.workload_key, row.target_key
-            published.toolchain_key, published.policy = row.toolchain_key, row.policy
-            published.config_key, published.verdict = tuned.config.key, str(tuned.verdict)
-            published.tuned, published.published_at = tuned.to_dict(), now
-            session.add(published)
+            publish(session, self._row(session), tuned, stats)
 
     def reopen(self, settings: StudySettings) -> None:
         """Mark the study running again, under new settings. Trials stay, and so does what it published."""
@@ -112,8 +89,12 @@ class StudyHandle:
     def tuned(self) -> TunedConfig | None:
         """Return what the study last published; None before."""
         with self._database.read() as session:
-            published = _answer(session, self.id)
-            return None if published is None else self._database.value(TunedConfig.from_dict, published.tuned)
+            return self.tuned_in(session)
+
+    def tuned_in(self, session: Session) -> TunedConfig | None:
+        """Return what the study last published, within the caller's transaction."""
+        published = _answer(session, self.id)
+        return None if published is None else self._database.value(TunedConfig.from_dict, published.tuned)
 
     def incumbent(self) -> Config | None:
         """Return the config that the newest earlier run of the same spec published; None without one."""
@@ -136,6 +117,46 @@ class StudyHandle:
         return row
 
 
+def put_trial(connection: Connection, study_id: str, trial: Trial, worker_id: str | None = None) -> None:
+    """Store a trial within the caller's transaction; a second one of the same config replaces the first."""
+    values = {
+        "study_id": study_id,
+        "config_key": trial.config.key,
+        "family": trial.config.family,
+        "status": str(trial.status),
+        "trial": trial.to_dict(),
+        "ratio": trial.ratio if trial.ratio is not None and math.isfinite(trial.ratio) else None,
+        "worker_id": worker_id,
+        "created_at": datetime.now(UTC),
+    }
+    connection.execute(_PUT_TRIAL[connection.dialect.name], values)
+
+
+def _put(table: Any) -> Any:
+    insert = table.insert(TrialModel)
+    replaced = {name: insert.excluded[name] for name in ("status", "trial", "ratio", "worker_id", "created_at")}
+    return insert.on_conflict_do_update(index_elements=["study_id", "config_key"], set_=replaced)
+
+
+_PUT_TRIAL = {"postgresql": _put(postgresql), "sqlite": _put(sqlite)}  # built once: that takes longer than to run it
+
+
+def publish(session: Session, row: StudyModel, tuned: TunedConfig, stats: Mapping[str, Any]) -> None:
+    """Publish a study's answer and mark it done, within the caller's transaction; that must be alone."""
+    now = datetime.now(UTC)
+    row.state, row.stats, row.finished_at, row.updated_at = DONE, dict(stats), now, now
+    answer = digest(row.workload_key, row.target_key, row.toolchain_key, row.policy)
+    newest = select(func.max(TunedConfigModel.version)).where(TunedConfigModel.answer_hash == answer)
+    version = (session.scalar(newest) or 0) + 1
+    published = _answer(session, row.id) or TunedConfigModel(study_id=row.id)
+    published.answer_hash, published.version = answer, version
+    published.workload_key, published.target_key = row.workload_key, row.target_key
+    published.toolchain_key, published.policy = row.toolchain_key, row.policy
+    published.config_key, published.verdict = tuned.config.key, str(tuned.verdict)
+    published.tuned, published.published_at = tuned.to_dict(), now
+    session.add(published)
+
+
 def _answer(session: Session, study_id: str) -> TunedConfigModel | None:
     return session.scalar(select(TunedConfigModel).where(TunedConfigModel.study_id == study_id))
 
@@ -151,3 +172,39 @@ def target_of(stored: Mapping[str, Any]) -> Target:
 
 def toolchain_of(stored: Mapping[str, Any]) -> Toolchain:
     return Toolchain(**stored)
+
+
+def begin(session: Session, spec: StudySpec, settings: StudySettings, *, force: bool) -> StudyModel:
+    """Return the newest study of ``spec``, or a new one, as ``Store.begin_study`` says; the caller is alone."""
+    key_hash = digest(spec.key)
+    newest = select(StudyModel).where(StudyModel.spec_key_hash == key_hash).order_by(StudyModel.run.desc())
+    row = session.scalar(newest.limit(1))
+    if row is None or (force and row.state == DONE):
+        row = _new_study(spec, settings, key_hash, run=row.run + 1 if row else 1)
+        session.add(row)
+    elif row.state == RUNNING:
+        known = int(row.settings.get("max_trials", 0)) if row.wanted else 0  # a job waits for so many
+        row.settings = {**settings.to_dict(), "max_trials": max(settings.max_trials, known)}
+        row.updated_at = datetime.now(UTC)
+    return row
+
+
+def _new_study(spec: StudySpec, settings: StudySettings, key_hash: str, run: int) -> StudyModel:
+    now = datetime.now(UTC)
+    return StudyModel(
+        id=uuid.uuid4().hex[:12],
+        spec_key_hash=key_hash,
+        run=run,
+        workload=spec.workload.to_dict(),
+        workload_key=spec.workload.key,
+        target=spec.target.to_dict(),
+        target_key=spec.target.key,
+        toolchain=spec.toolchain.to_dict(),
+        toolchain_key=spec.toolchain.key,
+        policy=spec.policy,
+        families=list(spec.families),
+        settings=settings.to_dict(),
+        state=RUNNING,
+        created_at=now,
+        updated_at=now,
+    )

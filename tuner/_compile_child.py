@@ -29,10 +29,12 @@ def handle(request: dict[str, Any], _event: Any) -> dict[str, Any]:
     config, workload = Config.from_dict(request["config"]), Workload.from_dict(request["workload"])
     start = time.perf_counter()
     try:
-        found = load(config.family).compile(config, workload, room)
+        built = load(config.family).compile(config, workload, room)
+        files = [path.relative_to(room.cache_dir).as_posix() for path in built.files]
     except Exception as e:
         return {"ok": False, "error": _child_io.error_text(e), "seconds": time.perf_counter() - start}
-    return {"ok": True, "resources": found.to_dict(), "seconds": time.perf_counter() - start}
+    seconds = time.perf_counter() - start
+    return {"ok": True, "resources": built.resources.to_dict(), "files": files, "seconds": seconds}
 
 
 if __name__ == "__main__":

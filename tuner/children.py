@@ -23,10 +23,15 @@ from tuner.errors import MachineError
 
 _POLL_S = 0.1  # how often deadline and memory are looked at
 _LOG_TAIL_BYTES = 4000
+KILLS = 3  # children that may be killed over one request before the request is blamed
 
 
 class ChildFailure(Exception):
-    """A request was not answered. ``kind`` is crash, timeout or memory; the text says what was seen."""
+    """A request was not answered. ``kind`` is crash, killed, timeout or memory; the text says what was seen.
+
+    ``killed`` means that somebody else sent SIGKILL, an operator or the kernel when memory ran out: that
+    says nothing about the request.
+    """
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -80,7 +85,7 @@ class Child:
         try:
             os.write(self._to, json.dumps(message).encode() + b"\n")
         except BrokenPipeError:
-            raise self._failure("crash", self._how_it_ended()) from None
+            raise self._failure(*self._how_it_ended()) from None
         deadline = time.monotonic() + timeout_s
         while True:
             line = self._read_line()
@@ -145,7 +150,7 @@ class Child:
                 return None
             data = os.read(self._from, 1 << 20)
             if not data:
-                raise self._failure("crash", self._how_it_ended())
+                raise self._failure(*self._how_it_ended())
             self._buffer += data
         line, newline, rest = self._buffer.partition(b"\n")
         if not newline:
@@ -153,16 +158,17 @@ class Child:
         self._buffer = rest
         return line
 
-    def _how_it_ended(self) -> str:
+    def _how_it_ended(self) -> tuple[str, str]:
         process = self._process
         assert process is not None
         try:
             code = process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return "closed its pipe and did not exit"
+            return "crash", "closed its pipe and did not exit"
         if code < 0:
-            return f"died of {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
-        return f"exited with status {code}"
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            return "killed" if code == -signal.SIGKILL else "crash", f"died of {name}"
+        return "crash", f"exited with status {code}"
 
     def _failure(self, kind: str, text: str) -> ChildFailure:
         self.kill()

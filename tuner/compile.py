@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tuner.children import Child, ChildFailure
+from tuner.children import KILLS, Child, ChildFailure
 from tuner.config import Config
 from tuner.errors import MachineError
 from tuner.families import load
@@ -30,6 +30,7 @@ from tuner.workload import Workload
 _RECYCLE_AFTER = 60  # configs; a child's memory grows with every kernel it compiled
 _FAILURE_STATUS = {
     "crash": TrialStatus.COMPILE_CRASH,
+    "killed": TrialStatus.COMPILE_CRASH,
     "memory": TrialStatus.COMPILE_CRASH,
     "timeout": TrialStatus.COMPILE_TIMEOUT,
 }
@@ -37,12 +38,16 @@ _FAILURE_STATUS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """What compiling one config gave; ``status`` is OK or one of the compile statuses."""
+    """What compiling one config gave; ``status`` is OK or one of the compile statuses.
+
+    ``files`` are the objects that the config needs, as POSIX paths relative to the cache folder.
+    """
 
     status: TrialStatus
     seconds: float = 0.0
     error: str = ""
     resources: Resources = field(default_factory=Resources)
+    files: tuple[str, ...] = ()
 
 
 @dataclass(order=True)
@@ -126,6 +131,11 @@ class CompilePool:
                 self._lanes[family.compile_in].put(job)
             return future
 
+    def drop(self, config: Config, workload: Workload) -> None:
+        """Forget the outcome of one config; asked for again, it is compiled again."""
+        with self._lock:
+            self._futures.pop((config.key, workload.key), None)
+
     def forget(self, workload: Workload) -> None:
         """Drop what is queued or kept for a workload that nobody asks about any more."""
         with self._lock:
@@ -188,15 +198,19 @@ class CompilePool:
             "cache_dir": str(self._cache_dir),
             "script": self._script,
         }
-        try:
-            answer = child.request(request, timeout_s=job.timeout_s, memory_bytes=self._memory_bytes)
-        except ChildFailure as e:
-            if self._closing:
-                raise MachineError("compiling was stopped") from None
-            return Compiled(_FAILURE_STATUS[e.kind], job.timeout_s if e.kind == "timeout" else 0.0, str(e))
+        for kill in range(1, KILLS + 1):
+            try:
+                answer = child.request(request, timeout_s=job.timeout_s, memory_bytes=self._memory_bytes)
+                break
+            except ChildFailure as e:
+                if self._closing:
+                    raise MachineError("compiling was stopped") from None
+                if e.kind != "killed" or kill == KILLS:
+                    return Compiled(_FAILURE_STATUS[e.kind], job.timeout_s if e.kind == "timeout" else 0.0, str(e))
         if not answer["ok"]:
             return Compiled(TrialStatus.COMPILE_ERROR, answer["seconds"], answer["error"])
-        return Compiled(TrialStatus.OK, answer["seconds"], "", Resources(**answer["resources"]))
+        resources, files = Resources(**answer["resources"]), tuple(answer["files"])
+        return Compiled(TrialStatus.OK, answer["seconds"], "", resources, files)
 
 
 _NO_WORKLOAD = Workload(batch=1, heads_q=1, heads_kv=1, seqlen_q=1, seqlen_k=1, head_dim=8)

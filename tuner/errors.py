@@ -6,7 +6,11 @@ FlashtuneError
 │   ├── WorkloadError
 │   ├── ConfigError
 │   ├── TargetError
+│   ├── NotFound          nothing has that id
+│   ├── Conflict          it contradicts what was accepted before
 │   └── StorageError      the database cannot be opened, read or written
+│       └── Unavailable   it cannot be reached now, or is busy: worth a retry (exit code 3)
+├── StaleClaim            work was given to another worker meanwhile: drop the result
 └── MachineError          the machine failed, not a config: worth a retry, never told to the search
     └── DefaultError      the stock kernel itself does not run or is wrong here
 
@@ -40,6 +44,22 @@ class TargetError(InputError):
 
 class StorageError(InputError):
     """The database cannot be opened, read or written as asked."""
+
+
+class NotFound(InputError):
+    """Nothing has that id, or it begins several."""
+
+
+class Conflict(InputError):
+    """A request contradicts one that was accepted before."""
+
+
+class Unavailable(StorageError):
+    """The database cannot be reached now, or stays locked: the same call may succeed later."""
+
+
+class StaleClaim(FlashtuneError):
+    """The lease on a piece of work ran out and another worker has it: the result is not taken."""
 
 
 class MachineError(FlashtuneError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.children import Child, ChildFailure
+from tuner.children import KILLS, Child, ChildFailure
 from tuner.compile import Compiled, child_env
 from tuner.config import Config
 from tuner.errors import DefaultError
@@ -25,6 +25,7 @@ _OPEN_TIMEOUT_S = 300.0  # imports, inputs, references, and a default that may h
 _PRELOAD = {"cuda": "tuner.lab_torch", "cpu": "tuner.lab_torch"}
 _FAILURE_STATUS = {
     "crash": TrialStatus.RUN_CRASH,
+    "killed": TrialStatus.RUN_CRASH,
     "memory": TrialStatus.RUN_CRASH,
     "timeout": TrialStatus.RUN_TIMEOUT,
 }
@@ -136,11 +137,14 @@ class Bench:
     def attempt(self, config: Config, compiled: Compiled, *, verify: bool = True) -> Trial:
         """Verify and measure one compiled config; every failure of it is the trial's status."""
         start = time.monotonic()
-        self.ensure_open()
-        try:
-            answer = self._ask("attempt", config=config.to_dict(), verify=verify)
-        except ChildFailure as e:
-            return _trial(config, compiled, start, {"status": _FAILURE_STATUS[e.kind], "error": str(e)})
+        for kill in range(1, KILLS + 1):
+            self.ensure_open()
+            try:
+                answer = self._ask("attempt", config=config.to_dict(), verify=verify)
+                break
+            except ChildFailure as e:
+                if e.kind != "killed" or kill == KILLS:
+                    return _trial(config, compiled, start, {"status": _FAILURE_STATUS[e.kind], "error": str(e)})
         if answer["lost"]:
             self._sandbox.close()
         return _trial(config, compiled, start, answer)
@@ -176,10 +180,13 @@ class Bench:
         if self._generation and self._generation == self._sandbox.generation:
             return
         family = self._default.family
-        try:
-            answer = self._sandbox.request(self._open, timeout_s=_OPEN_TIMEOUT_S)
-        except ChildFailure as e:
-            raise DefaultError(f"the default {family} did not survive here: {e}") from None
+        for kill in range(1, KILLS + 1):
+            try:
+                answer = self._sandbox.request(self._open, timeout_s=_OPEN_TIMEOUT_S)
+                break
+            except ChildFailure as e:
+                if e.kind != "killed" or kill == KILLS:
+                    raise DefaultError(f"the default {family} did not survive here: {e}") from None
         if not answer["ok"]:
             raise DefaultError(f"the default {family} does not work here: {answer['error']}; see `flashtune doctor`")
         self._generation = self._sandbox.generation
@@ -196,7 +203,7 @@ class Bench:
         try:
             answer = self._sandbox.request(request, on_event=note)
         except ChildFailure as e:
-            if current is None:
+            if current is None or e.kind == "killed":
                 raise
             raise FinalistFailed(current, _FAILURE_STATUS[e.kind], str(e)) from None
         if "error" in answer:

@@ -7,24 +7,22 @@ a study that is killed goes on where it stood; a config's failure is a trial, ne
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from tuner import families, stats
-from tuner.children import ChildFailure
+from tuner import families, finals
 from tuner.compile import Compiled, CompilePool
 from tuner.config import Config
-from tuner.errors import DefaultError, InputError, MachineError
-from tuner.sandbox import Bench, FinalistFailed, Sandbox
-from tuner.search import Search
+from tuner.errors import DefaultError, InputError
+from tuner.plan import Plan
+from tuner.sandbox import Bench, Sandbox
 from tuner.spec import StudyMemory, StudySettings, StudySpec
 from tuner.target import Target, Toolchain
 from tuner.trial import Trial, TrialStatus, TunedConfig
 from tuner.workload import Workload
 
-_FINALIST_REACH = 0.95  # a tuned config more than this behind the best tuned one is no finalist
-_FINALS_RETRIES = 3
 _REFINE_UP_TO = 300  # samples of one config: beyond, the screening is as good as it gets
 
 
@@ -81,20 +79,12 @@ class Study:
         self._spec, self._settings, self._memory = spec, settings, memory
         self._pool, self._sandbox, self._say = pool, sandbox, say
         self._incumbent, self._lookahead = incumbent, lookahead
-        members = [families.load(name.partition("/")[0]) for name in spec.families]
-        self.stocks = [f.stock(spec.workload) for f in members]
-        self.default = self.stocks[0]
-        self._trials: dict[str, Trial] = {t.config.key: t for t in memory.trials()}
-        self._searches = [
-            Search(f, spec.workload, spec.target, budget=settings.max_trials, seed=settings.seed)
-            for f in members
-            if f.space(spec.workload)
-        ]
-        for search in self._searches:
-            for trial in self._trials.values():
-                search.tell(trial)
-        self._known_before = len(self._trials)
-        self._total = len(self._trials) + len(self._new_stocks()) + sum(s.left for s in self._searches)
+        self._plan = plan = Plan(spec, settings)
+        for trial in memory.trials():
+            plan.tell(trial)
+        self.stocks, self.default = plan.stocks, plan.default
+        self._known_before = len(plan.trials)
+        self._total = len(plan.trials) + len(plan.new_stocks()) + plan.left
         self._outstanding: dict[Future[Compiled], Config] = {}
         self._bench: Bench | None = None
         self._busy_s = 0.0
@@ -105,9 +95,9 @@ class Study:
         """Queue the default and the first configs for compiling."""
         self._begun = time.monotonic()
         self._default_compiled = self._compile(self.default, priority=0)
-        self._submit(self._new_stocks(), priority=1)
+        self._submit(self._plan.new_stocks(), priority=1)
         self._fill()
-        self._say(Event("start", len(self._trials), self._total))
+        self._say(Event("start", len(self._plan.trials), self._total))
 
     @property
     def waiting(self) -> list[Future[Compiled]]:
@@ -138,7 +128,9 @@ class Study:
             future = next(f for f in self._outstanding if f.done())
             config = self._outstanding.pop(future)
             self._keep(self._try(config, future.result()))
-            self._say(Event("trial", len(self._trials), self._total, self._trials[config.key], self._best()))
+            self._say(
+                Event("trial", len(self._plan.trials), self._total, self._plan.trials[config.key], self._plan.best())
+            )
             if self._spec.target.overlaps or not self._outstanding:
                 self._fill()
         else:
@@ -152,7 +144,7 @@ class Study:
         """Measure the most promising config once more, while the compilers work. False if none needs it."""
         if self._bench is None:
             return False
-        leaders = sorted(self._measured(), key=lambda t: -(t.ratio or 0.0))[: self._settings.finalists + 2]
+        leaders = sorted(self._plan.measured(), key=lambda t: -(t.ratio or 0.0))[: self._settings.finalists + 2]
         few = [t for t in leaders if t.measurement and len(t.measurement.samples_us) < _REFINE_UP_TO]
         if not few:
             return False
@@ -183,15 +175,12 @@ class Study:
 
     def _keep(self, trial: Trial) -> None:
         self._memory.add_trial(trial)
-        self._trials[trial.config.key] = trial
-        for search in self._searches:
-            search.tell(trial)
+        self._plan.tell(trial)
 
     def _fill(self) -> None:
         """Ask for as many configs as may be compiled ahead."""
-        for search in self._searches:
-            ahead = sum(c.family == search.family.name for c in self._outstanding.values())
-            self._submit(search.ask(max(0, self._lookahead - ahead)), priority=2)
+        outstanding = Counter(c.family for c in self._outstanding.values())
+        self._submit(self._plan.ask(self._lookahead, outstanding), priority=2)
 
     def _submit(self, configs: list[Config], priority: int) -> None:
         for config in configs:
@@ -201,100 +190,28 @@ class Study:
         timeout_s = self._settings.compile_timeout_s
         return self._pool.submit(config, self._spec.workload, timeout_s=timeout_s, priority=priority)
 
-    def _new_stocks(self) -> list[Config]:
-        return [c for c in self.stocks if c.key not in self._trials]
-
-    def _measured(self) -> list[Trial]:
-        return [t for t in self._trials.values() if t.status is TrialStatus.OK and t.ratio is not None]
-
     def _finish(self, tuned: TunedConfig) -> None:
-        wall, new = time.monotonic() - self._begun, len(self._trials) - self._known_before
+        wall, new = time.monotonic() - self._begun, len(self._plan.trials) - self._known_before
         stats = {
             "wall_s": wall,
             "device_s": self._busy_s,  # the measuring child worked on this study
             "trials_new": new,
             "trials_per_s": new / wall,
-            "compile_s_total": sum(t.compile_s or 0.0 for t in self._trials.values()),
-            "notes": sorted({n for t in self._trials.values() for n in t.notes}),
+            "compile_s_total": sum(t.compile_s or 0.0 for t in self._plan.trials.values()),
+            "notes": sorted({n for t in self._plan.trials.values() for n in t.notes}),
         }
         self._memory.finish(tuned, stats)
         self.tuned = tuned
-        self._say(Event("done", len(self._trials), self._total, best=self._best(), tuned=tuned))
-
-    def _best(self) -> Trial | None:
-        return max(self._measured(), key=lambda t: t.ratio or 0.0, default=None)
+        self._say(Event("done", len(self._plan.trials), self._total, best=self._plan.best(), tuned=tuned))
 
     def _finals(self) -> TunedConfig:
         assert self._bench is not None
-        failures = 0
-        while True:
-            configs = self._finalists()
-            self._say(Event("finals", 0, self._settings.max_rounds))
-            try:
-                self._bench.start_finals(configs)
-                return self._decide(configs)
-            except FinalistFailed as e:
-                if e.config == self.default:
-                    raise DefaultError(f"the default {e.config.family} failed in the finals: {e.error}") from None
-                self._keep(replace(self._trials[e.config.key], status=e.status, error=e.error, measurement=None))
-            except ChildFailure as e:
-                failures += 1
-                if failures == _FINALS_RETRIES:
-                    raise MachineError(f"the finals did not end after {failures} tries: {e}") from None
-
-    def _finalists(self) -> list[Config]:
-        """Return the default, the other stock configs that work, and the best tuned ones."""
-        works = {t.config for t in self._measured()}
-        stocks = [c for c in self.stocks if c in works and c != self.default]
-        tuned = sorted(
-            (t for t in self._measured() if not t.config.is_stock),
-            key=lambda t: (-(t.ratio or 0.0), t.config.key),
-        )
-        near = [t.config for t in tuned if (t.ratio or 0.0) >= _FINALIST_REACH * (tuned[0].ratio or 0.0)]
-        chosen = near[: self._settings.finalists]
-        if self._incumbent in works and self._incumbent not in (*chosen, *stocks, self.default):
-            assert self._incumbent is not None
-            chosen.append(self._incumbent)
-        return [self.default, *stocks, *chosen]
-
-    def _decide(self, configs: list[Config]) -> TunedConfig:
-        """Run rounds until the decision is settled; each look doubles them."""
-        assert self._bench is not None
-        s = self._settings
-        looks = 1
-        while s.min_rounds * 2**looks <= s.max_rounds:
-            looks += 1
-        rules = stats.Rules(s.margin, s.tie_margin, s.confidence, looks)
-        times: list[list[float]] = []
-        dropped, wanted = 0, s.min_rounds
-        while True:
-            rounds = self._bench.rounds(wanted - len(times), seed=s.seed + len(times))
-            times += rounds.times
-            dropped += rounds.dropped
-            decision = stats.decide(configs, times, self.default, rules, self._incumbent)
-            self._say(Event("finals", len(times), s.max_rounds))
-            if decision.settled or wanted * 2 > s.max_rounds:
-                break
-            wanted *= 2
-        family = families.load(decision.winner.family)
-        verified = {key: trial.verification for key, trial in self._trials.items()}
-        finalists = tuple(
-            replace(f, error=v.error if (v := verified.get(f.config.key)) else None) for f in decision.finalists
-        )
-        return TunedConfig(
-            config=decision.winner,
-            default=self.default,
-            verdict=decision.verdict,
-            speedup=decision.interval.speedup,
-            low=decision.interval.low,
-            high=decision.interval.high,
-            confidence=s.confidence,
-            margin=s.margin,
-            ties=decision.ties,
-            finalists=finalists,
-            verification=verified.get(decision.winner.key),
-            reason=decision.reason,
-            rounds=len(times),
-            rounds_dropped=dropped,
-            extras=family.extras(decision.winner, self._spec.workload),
+        return finals.hold(
+            self._bench,
+            self._plan,
+            self._spec,
+            self._settings,
+            self._incumbent,
+            self._memory.add_trial,
+            lambda done, total: self._say(Event("finals", done, total)),
         )

@@ -10,14 +10,12 @@ at once, so that the device measures one while the others compile.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from db.store import Store
@@ -32,6 +30,7 @@ from tuner.trial import TunedConfig
 from tuner.utilization import Utilization
 from tuner.workload import Workload
 from tuner.workload_file import NamedWorkload
+from workers.device_lock import lock_device
 from workers.settings import Settings
 
 _ACTIVE_STUDIES = 4  # on a GPU, at once: enough to measure while others compile
@@ -205,7 +204,7 @@ class Runner:
         cache_dir = self._settings.cache_dir
         try:
             cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = _lock_device(cache_dir, self.target)
+            self._lock = lock_device(cache_dir, self.target)
         except OSError as e:
             raise InputError(
                 f"cannot use the folder {cache_dir}: {e.strerror}; set FLASHTUNE_CACHE_DIR to another"
@@ -247,22 +246,3 @@ def _step(job: _Todo, study: Study) -> Outcome | None:
     if study.tuned is None:
         return None
     return Outcome(job.named, job.handle.id, study.tuned, job.handle.stats())
-
-
-def _lock_device(folder: Path, target: Target) -> int | None:
-    """Hold the device against another flashtune of this folder: two that measure at once measure each other."""
-    if target.device == "fake":
-        return None
-    path = folder / f"device-{target.uuid or target.device}.lock"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(fd, 32).decode().strip()
-        os.close(fd)
-        raise InputError(
-            f"process {holder} is measuring on {target.model}; wait for it, or use another device"
-        ) from None
-    os.ftruncate(fd, 0)
-    os.write(fd, str(os.getpid()).encode())
-    return fd

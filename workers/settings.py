@@ -8,6 +8,18 @@ FLASHTUNE_HOME             folder of everything flashtune keeps    $XDG_DATA_HOM
 FLASHTUNE_DATABASE_URL     SQLAlchemy URL, sqlite or postgresql    sqlite:///<home>/flashtune.db
 FLASHTUNE_CACHE_DIR        folder of compiled kernels              <home>/artifacts
 FLASHTUNE_COMPILE_WORKERS  compiling processes at a time           cores of this process - 1
+FLASHTUNE_BROKER_URL       broker of a fleet: amqp(s), redis(s),   None: no broker
+                           or memory for tests
+FLASHTUNE_ARTIFACT_DIR     folder that all nodes of a fleet share  None: compiled kernels travel
+                           for compiled kernels                    through the database
+FLASHTUNE_LEASE_S          seconds until the work of a silent      45
+                           worker goes to another, 1 to 3600
+FLASHTUNE_TICK_S           seconds between two looks of the        2
+                           dispatcher, 0.05 to 60
+FLASHTUNE_URL              http(s) URL of the service, for the     None: the database itself
+                           client commands
+FLASHTUNE_API_KEY          key that the client commands send       None: no key is sent
+FLASHTUNE_FAKE_SCRIPT      script of the fake family, for tests    None: no fake family
 CUDA_VISIBLE_DEVICES       GPUs that CUDA shows                    None; empty means no GPU, as in CUDA
 =========================  ======================================  ==================================
 
@@ -22,7 +34,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from tuner.errors import InputError
@@ -30,13 +42,20 @@ from tuner.errors import InputError
 
 @dataclass(frozen=True, repr=False)
 class Settings:
-    """What this process was told; its repr hides the password in ``database_url``."""
+    """What this process was told; its repr hides the passwords in URLs and the API key."""
 
     home: Path
     database_url: str
     cache_dir: Path
     compile_workers: int
     visible_devices: str | None
+    broker_url: str | None = None
+    artifact_dir: Path | None = None
+    lease_s: float = 45.0
+    tick_s: float = 2.0
+    url: str | None = None  # without a slash at its end
+    api_key: str | None = None
+    fake_script: Path | None = None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -53,6 +72,13 @@ class Settings:
             cache_dir=_folder(env, "FLASHTUNE_CACHE_DIR") or home / "artifacts",
             compile_workers=_compile_workers(env),
             visible_devices=env.get("CUDA_VISIBLE_DEVICES"),
+            broker_url=_broker_url(env),
+            artifact_dir=_folder(env, "FLASHTUNE_ARTIFACT_DIR"),
+            lease_s=_seconds(env, "FLASHTUNE_LEASE_S", cls.lease_s, 1, 3600),
+            tick_s=_seconds(env, "FLASHTUNE_TICK_S", cls.tick_s, 0.05, 60),
+            url=service_url("FLASHTUNE_URL", env.get("FLASHTUNE_URL") or None),
+            api_key=_api_key(env),
+            fake_script=Path(script).absolute() if (script := env.get("FLASHTUNE_FAKE_SCRIPT")) else None,
         )
 
     def check_cache_dir(self) -> None:
@@ -69,11 +95,28 @@ class Settings:
             )
 
     def __repr__(self) -> str:
-        return (
-            f"Settings(home={str(self.home)!r}, database_url={without_secrets(self.database_url)!r}, "
-            f"cache_dir={str(self.cache_dir)!r}, compile_workers={self.compile_workers}, "
-            f"visible_devices={self.visible_devices!r})"
+        shown = {f.name: getattr(self, f.name) for f in fields(self)}
+        shown |= {name: without_secrets(v) for name in ("database_url", "broker_url", "url") if (v := shown[name])}
+        shown |= {"api_key": "***"} if self.api_key else {}
+        shown |= {name: str(v) for name, v in shown.items() if isinstance(v, Path)}
+        return f"Settings({', '.join(f'{name}={v!r}' for name, v in shown.items())})"
+
+
+def service_url(where: str, url: str | None) -> str | None:
+    """Return the URL of a service as given in ``where``, without a slash at its end.
+
+    Raises:
+        InputError: naming ``where`` if it is no http(s) URL of a host, or holds a user, query or fragment.
+    """
+    if url is None:
+        return None
+    host = r"([^\s/?#@\\:\[\]]+|\[[0-9a-fA-F:.]+\])(:[0-9]{1,5})?"
+    found = re.fullmatch(rf"https?://{host}(/[^\s?#@\\]*)?", url)
+    if found is None or int((found[2] or ":0")[1:]) > 65535:
+        raise InputError(
+            f"{where} is {without_secrets(url)!r}; write http://host:port or https://host, the key in FLASHTUNE_API_KEY"
         )
+    return url.rstrip("/")
 
 
 def without_secrets(url: str) -> str:
@@ -127,3 +170,31 @@ def _compile_workers(env: Mapping[str, str]) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,3}", raw.strip()):
         raise InputError(f"FLASHTUNE_COMPILE_WORKERS is {raw!r}; write a whole number from 1 to 9999")
     return int(raw)
+
+
+def _broker_url(env: Mapping[str, str]) -> str | None:
+    url = env.get("FLASHTUNE_BROKER_URL")
+    if url and not re.match(r"(amqps?|rediss?|memory)://", url):
+        raise InputError(
+            f"FLASHTUNE_BROKER_URL is {without_secrets(url)!r}; write amqp://user:password@host/vhost "
+            "or redis://:password@host/0"
+        )
+    return url or None
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float, low: float, high: float) -> float:
+    raw = env.get(name)
+    if not raw:
+        return default
+    # not float() alone, which takes nan, 1_0 and other scripts' digits
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,9})?", raw.strip()) or not low <= float(raw) <= high:
+        raise InputError(f"{name} is {raw!r}; write seconds from {low:g} to {high:g}")
+    return float(raw)
+
+
+def _api_key(env: Mapping[str, str]) -> str | None:
+    key = env.get("FLASHTUNE_API_KEY")
+    # a line break would end the HTTP header that carries it
+    if key and not re.fullmatch(r"[!-~]{1,200}", key):
+        raise InputError("FLASHTUNE_API_KEY is no API key (printable ASCII, no blanks); see `flashtune keys create`")
+    return key or None

@@ -7,7 +7,7 @@ and import nothing heavy; ``compile`` runs in the compiling child, ``build`` in 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -29,6 +29,16 @@ class Room:
     target: Target
     cache_dir: Path
     script: str = ""  # the fake family's script, JSON
+
+
+@dataclass(frozen=True)
+class Built:
+    """What compiling one config gave: what its code takes, and where that code lies."""
+
+    resources: Resources = field(default_factory=Resources)
+    # Files in the room's cache folder, any of them old: with these there, ``build`` need not compile.
+    # None if another machine could not use them, or nothing was compiled.
+    files: tuple[Path, ...] = ()
 
 
 class KernelFamily(Protocol):
@@ -63,8 +73,8 @@ class KernelFamily(Protocol):
         """Return what the caller must build beside the kernel, as the BlockMask's block size."""
         ...
 
-    def compile(self, config: Config, workload: Workload, room: Room) -> Resources:
-        """Compile into ``room.cache_dir`` and return what the code takes. Raises what the compiler raises."""
+    def compile(self, config: Config, workload: Workload, room: Room) -> Built:
+        """Compile into ``room.cache_dir``, unless it is there already. Raises what the compiler raises."""
         ...
 
     def build(self, config: Config, workload: Workload, room: Room) -> Kernel:

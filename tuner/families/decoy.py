@@ -16,10 +16,9 @@ import json
 from typing import Any
 
 from tuner.config import Config
-from tuner.families.base import Kernel, Room, Space
+from tuner.families.base import Built, Kernel, Room, Space
 from tuner.families.fa4_fwd_sm90 import FAMILY as FA4
 from tuner.target import Target
-from tuner.trial import Resources
 from tuner.workload import Workload
 
 _BASE_SPIN_US = 2.0  # everyone spins this much, so that all launch the same kernels
@@ -52,7 +51,7 @@ class Decoy:
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
         return {}
 
-    def compile(self, config: Config, workload: Workload, room: Room) -> Resources:
+    def compile(self, config: Config, workload: Workload, room: Room) -> Built:
         return FA4.compile(FA4.stock(workload), workload, room)
 
     def build(self, config: Config, workload: Workload, room: Room) -> Kernel:

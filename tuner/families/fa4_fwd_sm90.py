@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.config import Config
-from tuner.families.base import Kernel, Room, Space
+from tuner.families.base import Built, Kernel, Room, Space
 from tuner.families.fa4_tiles import (
     ACCUMULATOR_REGISTERS,
     SMEM_LIMIT_BYTES,
@@ -32,7 +32,6 @@ from tuner.families.fa4_tiles import (
     uses_block_mask,
 )
 from tuner.target import Target
-from tuner.trial import Resources
 from tuner.workload import Workload
 
 # Tiles to try first: FA4's own choices for its head dims, and the winners of an exhaustive sweep on
@@ -134,7 +133,7 @@ class Fa4FwdSm90:
             return {}
         return {"block_size": list(block_size(config))}
 
-    def compile(self, config: Config, workload: Workload, room: Room) -> Resources:
+    def compile(self, config: Config, workload: Workload, room: Room) -> Built:
         from tuner.families import fa4_launch
 
         return fa4_launch.compile_fwd(config, workload, room)

@@ -11,12 +11,14 @@ hang, exit, nan, wrong, wrong_row, unwritten, unrepeatable. Noise is lognormal: 
 correlation from one sample to the next, ``drift`` the amplitude of a slow wave that all configs
 share, ``outliers`` the share of samples that read 1.2 to 2 times slow. ``compile_s`` and
 ``sample_s`` really take that long; a kernel with ``faults_after`` faults in its n-th sample and the
-later ones of one timer: beyond 15, that is in the finals.
+later ones of one timer: beyond 15, that is in the finals. With ``"objects": true`` compiling leaves
+a file, without which there is nothing to build: as real code does that must travel between machines.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import math
 import os
@@ -24,10 +26,11 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tuner.config import Config
-from tuner.families.base import Kernel, Room, Space
+from tuner.families.base import Built, Kernel, Room, Space
 from tuner.lab import Timer
 from tuner.target import Target
 from tuner.trial import Resources
@@ -65,7 +68,7 @@ class Fake:
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
         return {}
 
-    def compile(self, config: Config, workload: Workload, room: Room) -> Resources:
+    def compile(self, config: Config, workload: Workload, room: Room) -> Built:
         outcome = _outcome(config, room)
         time.sleep(float(outcome.get("compile_s", 0)))
         match outcome.get("does", "ok"):
@@ -77,11 +80,14 @@ class Fake:
                 time.sleep(1e6)
             case "compile_memory":
                 _eat_memory()
-        return Resources(registers=168, spill_bytes=0, smem_bytes=1024, code_bytes=4096)
+        resources = Resources(registers=168, spill_bytes=0, smem_bytes=1024, code_bytes=4096)
+        return Built(resources, _write_object(config, workload, room) if _has_objects(room) else ())
 
     def build(self, config: Config, workload: Workload, room: Room) -> Kernel:
         if _outcome(config, room).get("does") == "run_error":
             raise RuntimeError("invalid argument at launch (scripted)")
+        if _has_objects(room):
+            _check_object(config, workload, room)
         return FakeKernel(config, _outcome(config, room))
 
 
@@ -126,7 +132,7 @@ class FakeLab:
     """A device that exists only as a clock with noise."""
 
     def __init__(self, workload: Workload, room: Room, policy: str) -> None:
-        self._room = room
+        self._workload, self._room = workload, room
         script = _script(room)
         self._base_us = float(script.get("base_us", 100.0))
         self._noise: dict[str, float] = script.get("noise", {})
@@ -145,7 +151,7 @@ class FakeLab:
         return inputs["x"]
 
     def build(self, config: Config) -> Kernel:
-        return FAMILY.build(config, _ANY_WORKLOAD, self._room)
+        return FAMILY.build(config, self._workload, self._room)
 
     def run(self, kernel: Kernel, inputs: Any) -> Any:
         inputs["out"][:] = math.nan
@@ -185,9 +191,6 @@ class FakeLab:
         return math.exp(self._state + drift) * outlier
 
 
-_ANY_WORKLOAD = Workload(batch=1, heads_q=1, heads_kv=1, seqlen_q=1, seqlen_k=1, head_dim=8)
-
-
 def _script(room: Room) -> dict[str, Any]:
     script: dict[str, Any] = json.loads(room.script or "{}")
     return script
@@ -198,6 +201,34 @@ def _outcome(config: Config, room: Room) -> dict[str, Any]:
     name = "stock" if config.is_stock else str(config["variant"])
     outcome: dict[str, Any] = script.get("outcomes", {}).get(name, {})
     return outcome
+
+
+def _has_objects(room: Room) -> bool:
+    return bool(_script(room).get("objects", False))
+
+
+def _object(config: Config, workload: Workload, room: Room) -> tuple[Path, bytes]:
+    """Return where a config's object lies for a workload, and what is in it."""
+    key = f"{config.key} {workload.key}"
+    path = room.cache_dir / "fake" / f"{hashlib.sha256(key.encode()).hexdigest()}.o"
+    return path, f"code of {key}\n".encode()
+
+
+def _write_object(config: Config, workload: Workload, room: Room) -> tuple[Path]:
+    path, content = _object(config, workload, room)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    half = path.with_suffix(f".{os.getpid()}.tmp")
+    half.write_bytes(content)
+    half.replace(path)
+    return (path,)
+
+
+def _check_object(config: Config, workload: Workload, room: Room) -> None:
+    path, content = _object(config, workload, room)
+    if not path.exists():
+        raise RuntimeError(f"no compiled object {path}")
+    if path.read_bytes() != content:
+        raise RuntimeError(f"no compiled object {path}: it holds something else")
 
 
 def _eat_memory() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.config import Config
-from tuner.families.base import Kernel, Room, Space
+from tuner.families.base import Built, Kernel, Room, Space
 from tuner.target import Target
-from tuner.trial import Resources
 from tuner.workload import Workload
 
 
@@ -56,11 +55,11 @@ class FlexCpu:
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
         return {"block_size": list(_block(config))} if workload.pattern.masks else {}
 
-    def compile(self, config: Config, workload: Workload, room: Room) -> Resources:
+    def compile(self, config: Config, workload: Workload, room: Room) -> Built:
         from tuner.lab_torch import first_call
 
         first_call(self.build(config, workload, room), workload, "cpu")
-        return Resources()
+        return Built()
 
     def build(self, config: Config, workload: Workload, room: Room) -> Kernel:
         from tuner.families import flex

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.config import Config
-from tuner.families.base import Kernel, Room, Untunable
+from tuner.families.base import Built, Kernel, Room, Untunable
 from tuner.target import Target
-from tuner.trial import Resources
 from tuner.workload import Workload
 
 
@@ -42,11 +41,11 @@ class FlexStock(Untunable):
             extras["block_size"] = [128, 128]
         return extras
 
-    def compile(self, config: Config, workload: Workload, room: Room) -> Resources:
+    def compile(self, config: Config, workload: Workload, room: Room) -> Built:
         from tuner.lab_torch import first_call
 
         first_call(self.build(config, workload, room), workload, "cuda")
-        return Resources()
+        return Built()
 
     def build(self, config: Config, workload: Workload, room: Room) -> Kernel:
         from tuner.families import flex

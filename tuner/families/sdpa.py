@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.config import Config
-from tuner.families.base import Kernel, Room, Untunable
+from tuner.families.base import Built, Kernel, Room, Untunable
 from tuner.target import Target
-from tuner.trial import Resources
 from tuner.workload import Workload
 
 
@@ -42,8 +41,8 @@ class Sdpa(Untunable):
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
         return {}
 
-    def compile(self, config: Config, workload: Workload, room: Room) -> Resources:
-        return Resources()
+    def compile(self, config: Config, workload: Workload, room: Room) -> Built:
+        return Built()
 
     def build(self, config: Config, workload: Workload, room: Room) -> Kernel:
         import torch

@@ -1,0 +1,96 @@
+"""Claiming in SQL: whose turn it is, the lease, and the commit that only its holder may make.
+
+Statements are built once and run with parameters: SQLAlchemy takes longer to build one than a database
+to run it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Integer, Select, String, Update, bindparam, case, func, select, update
+from sqlalchemy.sql.dml import ReturningUpdate
+
+from db.models import RUNNING, StudyModel, WorkModel
+
+_AFFINITY_S = 10.0  # opening a workload on a device takes about as long
+_OUT_S = 1.0
+LATER = 1000  # added to the rank of what failed, so that others go first
+_CLAIM_COLUMNS = (
+    WorkModel.id,
+    WorkModel.epoch,
+    WorkModel.study_id,
+    WorkModel.kind,
+    WorkModel.stage,
+    WorkModel.config,
+    WorkModel.compiled,
+    WorkModel.attempts,
+    WorkModel.deaths,
+    WorkModel.rank,
+)
+
+
+def turns(stage: str, opened: bool) -> Select[str]:
+    """Return the studies that have something ready at a stage, in the order of their turns.
+
+    Takes ``keys``, and ``open_studies`` if ``opened``.
+    """
+    key = StudyModel.compile_key if stage == "compile" else StudyModel.class_key
+    of_study = (WorkModel.study_id == StudyModel.id) & (WorkModel.stage == stage)
+    ready = select(WorkModel.id).where(of_study, WorkModel.state == "ready").exists()
+    out = select(func.count()).where(of_study, WorkModel.state == "leased").scalar_subquery()
+    turn: Any = StudyModel.served_s + _OUT_S * out
+    if opened:
+        mine = StudyModel.id.in_(bindparam("open_studies", expanding=True))
+        turn = turn - case((mine, _AFFINITY_S), else_=0.0)
+    wanted = key.in_(bindparam("keys", expanding=True))
+    return (
+        select(StudyModel.id)
+        .where(StudyModel.wanted, StudyModel.state == RUNNING, wanted, ready)
+        .order_by(StudyModel.priority.desc(), turn, StudyModel.created_at, StudyModel.id)
+        .limit(4)
+    )
+
+
+def take(clock: Any, lease_s: float) -> ReturningUpdate[Any]:
+    """Lease ready work of one study, as ``in_study``, ``at_stage``, ``count``, ``worker`` and ``begin`` say."""
+    picked = (
+        select(WorkModel.id)
+        .where(
+            WorkModel.study_id == bindparam("in_study", type_=String),
+            WorkModel.stage == bindparam("at_stage", type_=String),
+            WorkModel.state == "ready",
+        )
+        .order_by(WorkModel.rank, WorkModel.id)
+        .limit(bindparam("count", type_=Integer))
+        .with_for_update(skip_locked=True)
+        .cte("picked")
+    )
+    return (
+        update(WorkModel)
+        .where(WorkModel.id.in_(select(picked.c.id)))
+        .values(
+            state="leased",
+            worker_id=bindparam("worker"),
+            begun=bindparam("begin"),
+            lease_until=clock + lease_s,
+            epoch=WorkModel.epoch + 1,
+            attempts=WorkModel.attempts + 1,
+        )
+        .returning(*_CLAIM_COLUMNS)
+    )
+
+
+def held() -> Update:
+    """Change one row if the lease is still ``of_worker``'s, of ``of_epoch``: the new values come beside these."""
+    return update(WorkModel).where(
+        WorkModel.id == bindparam("of_id", type_=Integer),
+        WorkModel.epoch == bindparam("of_epoch", type_=Integer),
+        WorkModel.worker_id == bindparam("of_worker", type_=String),
+        WorkModel.state == "leased",
+    )
+
+
+TURNS = {(stage, opened): turns(stage, opened) for stage in ("compile", "measure") for opened in (False, True)}
+HELD = held()
+HELD_LATER = held().values(rank=WorkModel.rank + LATER)

@@ -1,0 +1,254 @@
+"""What the store hands out: jobs, pieces of work, workers, keys. Frozen values that turn into plain JSON."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, Generic, TypeVar
+
+from tuner.artifact import Artifact
+from tuner.compile import Compiled
+from tuner.config import Config
+from tuner.target import Target, Toolchain
+from tuner.trial import TunedConfig
+from tuner.workload import Workload
+
+T = TypeVar("T")
+
+SCOPES = ("read", "submit", "worker", "admin")
+SILENT_AFTER = timedelta(seconds=60)  # without a heartbeat, a worker counts as gone
+
+
+class JobState(enum.StrEnum):
+    """Where a job, or one workload of it, stands."""
+
+    QUEUED = "queued"  # accepted; no machine has begun it
+    RUNNING = "running"
+    DONE = "done"  # every workload has an answer
+    FAILED = "failed"  # at least one workload could not be tuned, and all have ended
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        return self in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
+
+
+@dataclass(frozen=True)
+class JobItem:
+    """One workload of a job; ``study_id`` is None until a machine is found, ``tuned`` until it is answered."""
+
+    position: int
+    name: str
+    workload: Workload
+    state: JobState
+    study_id: str | None
+    error: str
+    trials: int
+    tuned: TunedConfig | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "position": self.position,
+            "name": self.name,
+            "workload": self.workload.to_dict(),
+            "state": str(self.state),
+            "study_id": self.study_id,
+            "error": self.error,
+            "trials": self.trials,
+            "answer": answer_dict(self.tuned) if self.tuned else None,
+        }
+
+
+@dataclass(frozen=True)
+class Job:
+    """One submission. ``counts`` holds how many of its workloads are in which state; lists leave ``items`` out."""
+
+    id: str
+    name: str
+    state: JobState
+    priority: int
+    arch: str
+    policy: str
+    families: tuple[str, ...]
+    force: bool
+    owner: str
+    settings: Mapping[str, Any]
+    counts: Mapping[str, int]
+    created_at: datetime
+    updated_at: datetime
+    finished_at: datetime | None
+    items: tuple[JobItem, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "name": self.name,
+            "state": str(self.state),
+            "priority": self.priority,
+            "arch": self.arch,
+            "policy": self.policy,
+            "families": list(self.families),
+            "force": self.force,
+            "settings": dict(self.settings),
+            "counts": dict(self.counts),
+            "created_at": self.created_at.isoformat(),
+            "updated_at": self.updated_at.isoformat(),
+            "finished_at": self.finished_at.isoformat() if self.finished_at else None,
+            "items": [i.to_dict() for i in self.items],
+        }
+
+
+@dataclass(frozen=True)
+class JobEvent:
+    """Something that happened to a job. Cursors are opaque; later ones belong to later commits."""
+
+    cursor: str
+    job_id: str
+    kind: str
+    at: datetime
+    data: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "at": self.at.isoformat()}
+
+
+@dataclass(frozen=True)
+class Page(Generic[T]):
+    """Part of a list; ``next`` is the cursor of the following part, None at the end."""
+
+    items: list[T]
+    next: str | None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A piece of work leased to one worker. ``epoch`` counts the leases: a result of an older one is refused."""
+
+    id: int
+    epoch: int
+    worker_id: str
+    study_id: str
+    kind: str  # trial or finals
+    stage: str  # compile or measure
+    config: Config | None  # None for finals
+    compiled: Compiled | None  # None if nothing was compiled ahead
+    artifacts: tuple[Artifact, ...]
+    attempts: int  # leases so far, this one included
+    deaths: int  # of them, how many ended with their worker
+
+
+@dataclass(frozen=True)
+class Expired:
+    """A piece of work whose worker fell silent: returned, or quarantined for killing too many."""
+
+    study_id: str
+    kind: str
+    config: Config | None
+    deaths: int
+    quarantined: bool
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """One process that takes work. ``target`` is None for a worker that only compiles."""
+
+    id: str
+    host: str
+    pid: int
+    roles: tuple[str, ...]
+    class_key: str  # what it can measure
+    compile_key: str  # what it can compile for
+    target: Target | None
+    toolchain: Toolchain
+    started_at: datetime
+    heartbeat_at: datetime
+    stopped_at: datetime | None = None
+    doing: str = ""
+
+    def alive(self, now: datetime | None = None) -> bool:
+        return self.stopped_at is None and (now or datetime.now(UTC)) - self.heartbeat_at < SILENT_AFTER
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "host": self.host,
+            "pid": self.pid,
+            "roles": list(self.roles),
+            "class_key": self.class_key,
+            "target": self.target.to_dict() if self.target else None,
+            "toolchain": self.toolchain.to_dict(),
+            "doing": self.doing,
+            "started_at": self.started_at.isoformat(),
+            "heartbeat_at": self.heartbeat_at.isoformat(),
+            "stopped_at": self.stopped_at.isoformat() if self.stopped_at else None,
+            "alive": self.alive(),
+        }
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """A key without its secret: ``prefix`` is the beginning of its text, to tell keys apart."""
+
+    id: str
+    name: str
+    prefix: str
+    scopes: tuple[str, ...]
+    rate_per_minute: int | None
+    created_at: datetime
+    last_used_at: datetime | None = None
+    revoked_at: datetime | None = None
+
+    def allows(self, scope: str) -> bool:
+        return scope in self.scopes or "admin" in self.scopes
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "name": self.name,
+            "prefix": self.prefix,
+            "scopes": list(self.scopes),
+            "rate_per_minute": self.rate_per_minute,
+            "created_at": self.created_at.isoformat(),
+            "last_used_at": self.last_used_at.isoformat() if self.last_used_at else None,
+            "revoked_at": self.revoked_at.isoformat() if self.revoked_at else None,
+        }
+
+
+@dataclass(frozen=True)
+class Bell:
+    """A message to send: which queue has something to do, and for which job."""
+
+    id: int
+    queue: str
+    ref: str
+
+
+@dataclass(frozen=True)
+class StudyProgress:
+    """A running study as the dispatcher sees it."""
+
+    id: str
+    class_key: str
+    compile_key: str
+    arch: str
+    open_work: int  # ready or leased
+    planned: int  # times that work was planned: the guard against two dispatchers planning at once
+    finals: bool  # the finals are planned
+
+
+def answer_dict(tuned: TunedConfig) -> dict[str, Any]:
+    """Return an answer without its raw samples."""
+    return {
+        "verdict": str(tuned.verdict),
+        "config": tuned.config.to_dict(),
+        "default": tuned.default.to_dict(),
+        "label": f"{tuned.config.family} {tuned.config.label}".strip(),
+        "speedup": tuned.speedup,
+        "low": tuned.low,
+        "high": tuned.high,
+        "ties": len(tuned.ties),
+        "extras": dict(tuned.extras),
+        "reason": tuned.reason,
+    }

@@ -1,0 +1,90 @@
+"""What to try in one study: every family's stock config, then what each family's search proposes.
+
+Holds no process and no file, and is rebuilt from stored trials at any moment: the loop of one
+process (``tuner.study``) and the engine of many share it.
+
+    plan = Plan(spec, settings)
+    plan.tell(trial)                      # what is stored
+    plan.reserve(config)                  # what another process tries now
+    batch = plan.new_stocks() + plan.ask(8)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tuner import families
+from tuner.config import Config
+from tuner.search import Search
+from tuner.spec import StudySettings, StudySpec
+from tuner.trial import Trial, TrialStatus
+
+
+class Plan:
+    """The configs of one study: tried, being tried, and to be tried, each at most once.
+
+    ``stocks`` are the families' stock configs in the spec's order, ``default`` the first of them,
+    and ``trials`` what came of the configs by their key.
+    """
+
+    def __init__(self, spec: StudySpec, settings: StudySettings) -> None:
+        members = [families.load(name.partition("/")[0]) for name in spec.families]
+        self.stocks = [f.stock(spec.workload) for f in members]
+        self.default = self.stocks[0]
+        self.trials: dict[str, Trial] = {}
+        self._pending: set[str] = set()  # keys asked or reserved, of which no result is known
+        self._searches = [
+            Search(f, spec.workload, spec.target, budget=settings.max_trials, seed=settings.seed)
+            for f in members
+            if f.space(spec.workload)
+        ]
+
+    @property
+    def left(self) -> int:
+        """How many configs ``ask`` may still return in all; stock configs cost none of them."""
+        return sum(s.left for s in self._searches)
+
+    def ask(self, ahead: int, outstanding: Mapping[str, int] | None = None) -> list[Config]:
+        """Return new configs, so many that each family has up to ``ahead`` of them being tried.
+
+        ``outstanding`` says how many of a family, by its name, are being tried already. Families
+        without anything to tune, or whose budget is spent, get none.
+        """
+        out = outstanding or {}
+        configs = [c for s in self._searches for c in s.ask(max(0, ahead - out.get(s.family.name, 0)))]
+        self._pending |= {c.key for c in configs}
+        return configs
+
+    def reserve(self, config: Config) -> None:
+        """Take note that another process tries ``config``: it is not proposed, and counts against the budget.
+
+        Safe to repeat, and to call for what this plan proposed itself or was told of.
+        """
+        if self.known(config.key):
+            return
+        self._pending.add(config.key)
+        for search in self._searches:
+            search.reserve(config)
+
+    def tell(self, trial: Trial) -> None:
+        """Take a trial in; a second one of the same config replaces the first."""
+        self.trials[trial.config.key] = trial
+        self._pending.discard(trial.config.key)
+        for search in self._searches:
+            search.tell(trial)
+
+    def known(self, key: str) -> bool:
+        """Tell whether the config of this key was tried, or is being tried."""
+        return key in self.trials or key in self._pending
+
+    def new_stocks(self) -> list[Config]:
+        """Return the stock configs that nobody tried or tries."""
+        return [c for c in self.stocks if not self.known(c.key)]
+
+    def measured(self) -> list[Trial]:
+        """Return the trials that worked and have a ratio to the default."""
+        return [t for t in self.trials.values() if t.status is TrialStatus.OK and t.ratio is not None]
+
+    def best(self) -> Trial | None:
+        """Return the fastest trial so far."""
+        return max(self.measured(), key=lambda t: t.ratio or 0.0, default=None)
