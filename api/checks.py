@@ -142,12 +142,26 @@ def gpu(visible_devices: str | None) -> list[Check]:
         seen = f"driver {driver}: " + ", ".join(f"{g.model} ({g.arch}, {g.num_sms} SMs)" for g in gpus)
         if visible_devices == "":
             return [Check("gpu", Level.WARN, f"{seen}; CUDA_VISIBLE_DEVICES is empty", "unset it to tune on a GPU")]
-        return [Check("gpu", Level.OK, seen)]
+        return [Check("gpu", Level.OK, seen), *persistence()]
     if _has_driver():
         seen = "an NVIDIA driver is loaded, and NVML shows no GPU"
         return [Check("gpu", Level.FAIL, seen, "pip install nvidia-ml-py, then see what nvidia-smi says")]
     cpu = target.probe("cpu")
     return [Check("gpu", Level.OK, f"no NVIDIA GPU: tunes on the CPU, {cpu.model} ({cpu.num_sms} cores)")]
+
+
+def persistence() -> list[Check]:
+    """Look whether the driver stays loaded while nobody uses a GPU: measuring children come and go."""
+    command = ["nvidia-smi", "--query-gpu=index,persistence_mode", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []  # NVML answered, and says what matters more
+    off = [line.split(",")[0].strip() for line in done.stdout.splitlines() if line.endswith("Disabled")]
+    if off:
+        seen = f"off for GPU {', '.join(off)}: every start of a measuring child loads the driver again"
+        return [Check("persistence", Level.WARN, seen, "run nvidia-persistenced, or nvidia-smi -pm 1 as root")]
+    return [Check("persistence", Level.OK, "the driver stays loaded")] if "Enabled" in done.stdout else []
 
 
 def _gpus() -> list[Target]:

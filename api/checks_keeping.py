@@ -11,6 +11,8 @@ import re
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from api.checks import Check, Level
@@ -47,10 +49,9 @@ def _missing_file(path: Path) -> Check:
     return Check("database", Level.OK, f"{path} does not exist yet: the first tune makes it")
 
 
-def _revisions(place: str) -> tuple[str, str | None, list[str]]:
-    """Return the database's label, its schema's revision and those that are known, newest first."""
-    from db import migrations  # Alembic takes long to import
-
+@contextmanager
+def opened(place: str) -> Iterator[Database]:
+    """Give the database at ``place`` as it is: neither made nor upgraded. Raises StorageError."""
     url = engines.parse(place)
     if url.drivername == "sqlite":
         label = str(url.database)
@@ -59,13 +60,21 @@ def _revisions(place: str) -> tuple[str, str | None, list[str]]:
     else:
         label = url.set(query={}).render_as_string(hide_password=True)
         engine = engines.postgresql(url, label)
-    opened = Database(engine, label, read_only=False)
+    database = Database(engine, label, read_only=False)
     try:
-        with opened.write() as session:  # SQLite takes the write lock here, and nothing is written
-            connection = session.connection()
-            return label, migrations.revision(connection), migrations.revisions(connection)
+        yield database
     finally:
-        opened.close()
+        database.close()
+
+
+def _revisions(place: str) -> tuple[str, str | None, list[str]]:
+    """Return the database's label, its schema's revision and those that are known, newest first."""
+    from db import migrations  # Alembic takes long to import
+
+    # SQLite takes the write lock here, and nothing is written
+    with opened(place) as database, database.write() as session:
+        connection = session.connection()
+        return database.label, migrations.revision(connection), migrations.revisions(connection)
 
 
 def cache_folder(folder: Path) -> list[Check]:
@@ -96,14 +105,23 @@ def cache_folder(folder: Path) -> list[Check]:
     return [Check(name, Level.OK, f"{folder}, mode 0700, writable")]
 
 
-def disk(folder: Path) -> list[Check]:
-    """Look at the free space where compiled kernels go."""
+def disk(folder: Path, what: str = "", setting: str = "FLASHTUNE_CACHE_DIR") -> list[Check]:
+    """Look at the free space of a folder: of compiled kernels, unless ``what`` says of what else."""
+    name = f"disk [{what}]" if what else "disk"
     free = shutil.disk_usage(_existing(folder)).free
     seen = f"{free / _GIB:.1f} GiB free for {folder}"
     if free < _FREE_DISK_BYTES:
-        next_step = "free some space, or set FLASHTUNE_CACHE_DIR to a folder on another disk"
-        return [Check("disk", Level.WARN, f"{seen}, below {_FREE_DISK_BYTES // _GIB} GiB", next_step)]
-    return [Check("disk", Level.OK, seen)]
+        next_step = f"free some space, or set {setting} to a place on another disk"
+        return [Check(name, Level.WARN, f"{seen}, below {_FREE_DISK_BYTES // _GIB} GiB", next_step)]
+    return [Check(name, Level.OK, seen)]
+
+
+def database_disk(place: str) -> list[Check]:
+    """Look at the free space of a database that is a file here; a server's disk is not seen from here."""
+    url = engines.parse(place)
+    if url.drivername != "sqlite":
+        return []
+    return disk(Path(str(url.database)).parent, "database", "FLASHTUNE_DATABASE_URL")
 
 
 def memory(workers: int) -> list[Check]:

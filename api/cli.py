@@ -12,9 +12,24 @@ from typing import Any
 
 import typer
 
-from api import compiling, doctor, keeping, looking, showing, tuning
+from api import (
+    compiling,
+    doctor,
+    fleeting,
+    jobs,
+    keeping,
+    keeping_keys,
+    looking,
+    serving,
+    showing,
+    submitting,
+    tuning,
+    upping,
+    watching,
+    working,
+)
 from tuner import __version__
-from tuner.errors import FlashtuneError, InputError
+from tuner.errors import FlashtuneError, InputError, Unavailable
 
 app = typer.Typer(
     help="Tune attention kernels on real hardware, and keep what wins.",
@@ -33,6 +48,15 @@ app.command("compile")(compiling.compile_configs)
 app.command("doctor")(doctor.doctor)
 app.command("studies")(showing.studies)
 app.command("show")(showing.show)
+app.command("submit")(submitting.submit)
+app.command("jobs")(jobs.jobs)
+app.command("watch")(watching.watch)
+app.command("cancel")(jobs.cancel)
+app.command("fleet")(fleeting.fleet)
+app.command("serve")(serving.serve)
+app.command("worker")(working.worker)
+app.command("up")(upping.up)
+app.add_typer(keeping_keys.app, name="keys")
 app.command("backup")(keeping.backup)
 app.command("restore")(keeping.restore)
 
@@ -58,9 +82,15 @@ def main() -> None:
     except _UsageError as e:
         _say_usage(e)
         sys.exit(2)
+    except Unavailable as e:
+        _say(str(e))
+        sys.exit(3)
     except InputError as e:
         _say(str(e))
         sys.exit(2)
+    except watching.WatchingEnded as e:
+        _say(str(e))
+        sys.exit(_INTERRUPTED)
     except FlashtuneError as e:
         _say(str(e))
         sys.exit(1)

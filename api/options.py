@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,11 +12,14 @@ import typer
 from rich.console import Console
 
 from db.store import Store
+from tuner import workload_file
 from tuner.errors import InputError
 from tuner.workload import Workload
+from tuner.workload_file import NamedWorkload
 from workers.settings import Settings
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print one JSON document a line (NDJSON), one an event.")]
 DatabaseOption = Annotated[
     str | None,
     typer.Option("--db", help="Database: a SQLite file or a SQLAlchemy URL. Default: FLASHTUNE_DATABASE_URL."),
@@ -44,7 +48,23 @@ PolicyOption = Annotated[
     str,
     typer.Option("--policy", help="graph: kernel time; eager: what a Python caller waits for; auto: graph on a GPU."),
 ]
+FamilyOption = Annotated[
+    list[str] | None, typer.Option("--family", "-f", help="Only this kernel family; give it again for more.")
+]
+TrialsOption = Annotated[int, typer.Option("--trials", "-n", help="Configs to try, besides the stock ones.")]
+MarginOption = Annotated[float, typer.Option(help="Publish only what is faster by this fraction.")]
+FileArgument = Annotated[
+    Path | None, typer.Argument(help="A TOML file of workloads; without one, the options name a workload.")
+]
+UrlOption = Annotated[
+    str | None, typer.Option("--url", help="The service. Default: FLASHTUNE_URL; without it, the database itself.")
+]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+
+_WORKLOAD_OPTIONS = (
+    *("pattern", "batch", "heads", "heads_kv", "seqlen", "seqlen_k", "head_dim", "head_dim_v"),
+    *("dtype", "op", "deterministic"),
+)
 
 stderr = Console(stderr=True)
 # A pipe has no width of its own: enough for every column
@@ -82,15 +102,38 @@ def workload_from(
     )
 
 
+def workloads_from(ctx: typer.Context, file: Path | None, single: Callable[[], Workload]) -> list[NamedWorkload]:
+    """Return the workloads of ``file``, or the single one of the options if there is no file.
+
+    Raises:
+        InputError: if the file is wrong, or a workload option is given beside it.
+    """
+    if file is None:
+        workload = single()
+        return [NamedWorkload(workload.label, workload)]
+    for name in _WORKLOAD_OPTIONS:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "--" + name.replace("_", "-")
+            raise InputError(f"{file} and {option} are both given; name workloads by file or by options, not both")
+    return workload_file.load(file)
+
+
 def open_store(url: str | None, *, create: bool = True, read_only: bool = False) -> Store:
     """Open the database of ``--db`` or of the environment. Raises StorageError."""
-    return Store.open(url or Settings.from_env().database_url, create=create, read_only=read_only)
+    settings = Settings.from_env()
+    return Store.open(url or settings.database_url, create=create, read_only=read_only, lease_s=settings.lease_s)
 
 
 def print_json(value: Any) -> None:
     """Write one JSON document to standard output; NaN and infinity, which JSON lacks, become null."""
     json.dump(_plain(value), sys.stdout, indent=2)
     sys.stdout.write("\n")
+
+
+def print_json_line(value: Any) -> None:
+    """Write one JSON document as one line, at once: for those who follow a pipe."""
+    print(json.dumps(_plain(value)), flush=True)
 
 
 def read_script(path: Path | None) -> str:

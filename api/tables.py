@@ -1,13 +1,16 @@
-"""Tables for people: outcomes of tuning, trials of a study, compiled configs."""
+"""Tables for people: outcomes of tuning, trials of a study, jobs, API keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from db.values import ApiKey, JobState
 from tuner.config import Config
 from tuner.trial import Finalist, Trial, TunedConfig, Verdict
 from tuner.workload import Workload
@@ -79,6 +82,84 @@ def trials_table(trials: Sequence[Trial]) -> Table:
             escape((t.error or "; ".join(t.notes)).split("\n")[0]),
         )
     return table
+
+
+def jobs_table(jobs: Iterable[Mapping[str, Any]]) -> Table:
+    """Return one line a job, from ``Job.to_dict()``."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("id", "name", "state"):
+        table.add_column(column, overflow="fold", no_wrap=column != "name")
+    for column in ("done", "age", "priority"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for job in jobs:
+        counts = job["counts"]
+        table.add_row(
+            job["id"],
+            escape(job["name"]),
+            job["state"],
+            f"{counts.get(JobState.DONE, 0)} of {sum(counts.values())}",
+            age_text(datetime.now(UTC) - datetime.fromisoformat(job["created_at"])),
+            str(job["priority"]),
+        )
+    return table
+
+
+def job_table(job: Mapping[str, Any]) -> Table:
+    """Return one line a workload of a job, from ``Job.to_dict()``."""
+    name = f" ({job['name']})" if job["name"] else ""
+    table = Table(
+        title=escape(f"job {job['id']}{name}: {job['state']}"), title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+    )
+    table.add_column("workload", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    table.add_column("study", no_wrap=True)
+    table.add_column("trials", justify="right", no_wrap=True)
+    for column in ("answer", "error"):
+        table.add_column(column, overflow="fold")
+    for item in job["items"]:
+        table.add_row(
+            escape(item["name"]),
+            item["state"],
+            item["study_id"] or "",
+            str(item["trials"]) if item["study_id"] else "",
+            escape(answer_text(item["answer"])) if item["answer"] else "",
+            escape(item["error"]),
+        )
+    return table
+
+
+def answer_text(answer: Mapping[str, Any]) -> str:
+    """Return an answer, as ``answer_dict`` has it, in a few words: the winner and its interval, or the default."""
+    if answer["verdict"] == Verdict.KEPT_DEFAULT:
+        return f"keep the default ({answer['label']})"
+    return f"{answer['label']} {answer['speedup']:.3f}x [{answer['low']:.3f}, {answer['high']:.3f}]"
+
+
+def keys_table(keys: Iterable[ApiKey]) -> Table:
+    """Return one line a key; its text is not known."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in ("id", "name", "begins", "scopes", "a minute", "made (UTC)", "last used", "revoked"):
+        table.add_column(column, overflow="fold", no_wrap=column == "id")
+    for key in keys:
+        times = (key.created_at, key.last_used_at, key.revoked_at)
+        table.add_row(
+            key.id,
+            escape(key.name),
+            key.prefix,
+            ", ".join(key.scopes),
+            "" if key.rate_per_minute is None else str(key.rate_per_minute),
+            *("" if at is None else f"{at:%Y-%m-%d %H:%M}" for at in times),
+        )
+    return table
+
+
+def age_text(age: timedelta) -> str:
+    """Return an age in its largest unit, as ``5 min``; one from a clock ahead of ours is ``0 s``."""
+    seconds = max(0, int(age.total_seconds()))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length} {unit}"
+    return f"{seconds} s"
 
 
 def _verdict_text(tuned: TunedConfig) -> str:

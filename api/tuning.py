@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,26 +16,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from api import options as o
 from api.tables import kernel_name, outcome_tables
-from tuner import workload_file
-from tuner.errors import InputError
 from tuner.spec import StudySettings
 from tuner.study import Event
-from tuner.workload import Workload
 from tuner.workload_file import NamedWorkload
 from workers.runner import Outcome, Place, Runner
 from workers.settings import Settings
 
-_WORKLOAD_OPTIONS = (
-    *("pattern", "batch", "heads", "heads_kv", "seqlen", "seqlen_k", "head_dim", "head_dim_v"),
-    *("dtype", "op", "deterministic"),
-)
-
 
 def tune(
     ctx: typer.Context,
-    file: Annotated[
-        Path | None, typer.Argument(help="A TOML file of workloads; without one, the options name a workload.")
-    ] = None,
+    file: o.FileArgument = None,
     pattern: o.PatternOption = "causal",
     batch: o.BatchOption = 1,
     heads: o.HeadsOption = 16,
@@ -49,13 +39,9 @@ def tune(
     deterministic: o.DeterministicOption = False,
     device: o.DeviceOption = "auto",
     policy: o.PolicyOption = "auto",
-    family: Annotated[
-        list[str] | None, typer.Option("--family", "-f", help="Only this kernel family; give it again for more.")
-    ] = None,
-    trials: Annotated[
-        int, typer.Option("--trials", "-n", help="Configs to try, besides the stock ones.")
-    ] = StudySettings.max_trials,
-    margin: Annotated[float, typer.Option(help="Publish only what is faster by this fraction.")] = StudySettings.margin,
+    family: o.FamilyOption = None,
+    trials: o.TrialsOption = StudySettings.max_trials,
+    margin: o.MarginOption = StudySettings.margin,
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
     compile_timeout: Annotated[float, typer.Option(help="Seconds for one compile.")] = StudySettings.compile_timeout_s,
     run_timeout: Annotated[
@@ -71,7 +57,7 @@ def tune(
     json: o.JsonOption = False,
 ) -> None:
     """Tune one workload, or a file of them, on what this machine has."""
-    workloads = _workloads(
+    workloads = o.workloads_from(
         ctx,
         file,
         lambda: o.workload_from(
@@ -143,18 +129,6 @@ def outcome_dict(outcome: Outcome) -> dict[str, Any]:
         "tuned": outcome.tuned.to_dict() if outcome.tuned else None,
         "stats": dict(outcome.stats),
     }
-
-
-def _workloads(ctx: typer.Context, file: Path | None, single: Callable[[], Workload]) -> list[NamedWorkload]:
-    if file is None:
-        workload = single()
-        return [NamedWorkload(workload.label, workload)]
-    for name in _WORKLOAD_OPTIONS:
-        source = ctx.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = "--" + name.replace("_", "-")
-            raise InputError(f"{file} and {option} are both given; name workloads by file or by options, not both")
-    return workload_file.load(file)
 
 
 @contextmanager

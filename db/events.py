@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, Insert, bindparam, insert, select, text, tuple_
+from sqlalchemy import BigInteger, Connection, Insert, bindparam, insert, literal, select, text, tuple_
 from sqlalchemy.orm import Session
 
 from db.models import EventModel, JobItemModel
@@ -65,7 +65,8 @@ def read(database: Database, job_id: str | None, after: str, limit: int) -> list
     if job_id is not None:
         query = query.where(EventModel.job_id == job_id)
     if found is not None:
-        query = query.where(tuple_(EventModel.xid, EventModel.id) > (int(found[1]), int(found[2])))
+        cursor = tuple_(literal(int(found[1]), BigInteger), literal(int(found[2]), BigInteger))
+        query = query.where(tuple_(EventModel.xid, EventModel.id) > cursor)
     if database.dialect == "postgresql":
         query = query.where(EventModel.xid < text("pg_snapshot_xmin(pg_current_snapshot())::text::bigint"))
     with database.read() as session:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import select, update
 
-from db.models import WorkerModel, WorkModel
+from db.models import TrialModel, WorkerModel, WorkModel
 from db.session import Database
 from db.study import target_of, toolchain_of
 from db.values import SILENT_AFTER, WorkerInfo
+from tuner.agreement import Reading
 
 
 class Fleet:
@@ -67,6 +69,12 @@ class Fleet:
                 update(WorkModel).where(held).values(state="ready", worker_id=None, attempts=WorkModel.attempts - 1)
             )
 
+    def bury(self, worker_id: str) -> None:
+        """Say that a worker is known to be dead; ``Work.reap`` takes back what it holds."""
+        dead = update(WorkerModel).where(WorkerModel.id == worker_id).values(stopped_at=datetime.now(UTC), doing="")
+        with self._database.write_soft() as connection:
+            connection.execute(dead)
+
     def workers(self, *, alive_only: bool = False) -> list[WorkerInfo]:
         """Return the workers, those that began last first."""
         query = select(WorkerModel).order_by(WorkerModel.started_at.desc(), WorkerModel.id)
@@ -75,6 +83,21 @@ class Fleet:
             query = query.where(WorkerModel.stopped_at.is_(None), WorkerModel.heartbeat_at > heard)
         with self._database.read() as session:
             return [self._value(row) for row in session.scalars(query)]
+
+    def readings(self, last: int = 2000) -> list[Reading]:
+        """Return the newest trials' times of their studies' defaults, for ``tuner.agreement``."""
+        query = (
+            select(TrialModel.study_id, TrialModel.worker_id, TrialModel.trial)
+            .where(TrialModel.worker_id.is_not(None), TrialModel.ratio.is_not(None))
+            .order_by(TrialModel.id.desc())
+            .limit(last)
+        )
+        with self._database.read() as session:
+            return [
+                Reading(study_id, worker_id, statistics.median(trial["measurement"]["default_us"]))
+                for study_id, worker_id, trial in session.execute(query)
+                if trial["measurement"]
+            ]
 
     def _value(self, row: WorkerModel) -> WorkerInfo:
         stored: Mapping[str, Any] | None = row.target

@@ -101,7 +101,9 @@ class StudyModel(Base):
     stats: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     # Of studies that a job wants; a study of `flashtune tune` has none of it.
     class_key: Mapped[str] = mapped_column(String(80), default="", server_default=text("''"))  # who may measure it
-    compile_key: Mapped[str] = mapped_column(String(80), default="", server_default=text("''"))  # who may compile for it
+    compile_key: Mapped[str] = mapped_column(
+        String(80), default="", server_default=text("''")
+    )  # who may compile for it
     wanted: Mapped[bool] = mapped_column(Boolean, default=False, server_default=false())
     priority: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
     served_s: Mapped[float] = mapped_column(

@@ -68,8 +68,11 @@ class Planning:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def waiting(self, limit: int = 200) -> list[WaitingItem]:
-        """Return items without a study, those whose turn it is first: one of each job, then the second of each."""
+    def waiting(self, limit: int = 200, *, archs: Sequence[str] | None = None) -> list[WaitingItem]:
+        """Return items without a study, those whose turn it is first: one of each job, then the second of each.
+
+        With ``archs``, only those that one of these may do.
+        """
         nth = func.row_number().over(partition_by=JobItemModel.job_id, order_by=JobItemModel.position)
         query = (
             select(JobItemModel, JobModel.request)
@@ -78,6 +81,8 @@ class Planning:
             .order_by(JobModel.priority.desc(), nth, JobModel.created_at, JobModel.id)
             .limit(limit)
         )
+        if archs is not None:
+            query = query.where(JobModel.request["arch"].as_string().in_(("auto", *archs)))
         value = self._database.value
         with self._database.read() as session:
             return [

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -73,6 +73,14 @@ class StudyHandle:
         with self._database.write() as session:
             self._row(session).updated_at = datetime.now(UTC)
             put_trial(session.connection(), self.id, trial)
+
+    def refine(self, before: Trial, after: Trial) -> bool:
+        """Replace a trial by the same one with more samples, unless somebody has replaced it meanwhile."""
+        same = (TrialModel.study_id == self.id) & (TrialModel.config_key == before.config.key)
+        unchanged = (TrialModel.status == str(before.status)) & (TrialModel.ratio == before.ratio)
+        values = {"trial": after.to_dict(), "status": str(after.status), "ratio": after.ratio}
+        with self._database.write_fast() as connection:
+            return connection.execute(update(TrialModel).where(same, unchanged).values(**values)).rowcount == 1
 
     def finish(self, tuned: TunedConfig, stats: Mapping[str, Any]) -> None:
         """Publish the answer and mark the study done, both or neither. A second answer replaces the first."""
@@ -133,7 +141,7 @@ def put_trial(connection: Connection, study_id: str, trial: Trial, worker_id: st
 
 
 def _put(table: Any) -> Any:
-    insert = table.insert(TrialModel)
+    insert = table.insert(TrialModel).inline()  # nobody asks for the new id
     replaced = {name: insert.excluded[name] for name in ("status", "trial", "ratio", "worker_id", "created_at")}
     return insert.on_conflict_do_update(index_elements=["study_id", "config_key"], set_=replaced)
 

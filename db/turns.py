@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Integer, Select, String, Update, bindparam, case, func, select, update
+from sqlalchemy import Boolean, Integer, Select, String, Update, bindparam, case, func, select, update
 from sqlalchemy.sql.dml import ReturningUpdate
 
 from db.models import RUNNING, StudyModel, WorkModel
@@ -52,8 +52,11 @@ def turns(stage: str, opened: bool) -> Select[str]:
     )
 
 
-def take(clock: Any, lease_s: float) -> ReturningUpdate[Any]:
-    """Lease ready work of one study, as ``in_study``, ``at_stage``, ``count``, ``worker`` and ``begin`` say."""
+def take(clock: Any, lease_s: float, deaths: int) -> ReturningUpdate[Any]:
+    """Lease ready work of one study, as ``in_study``, ``at_stage``, ``count``, ``worker`` and ``begin`` say.
+
+    What cost so many ``deaths`` is not begun with the others: it has to be alone.
+    """
     picked = (
         select(WorkModel.id)
         .where(
@@ -72,7 +75,7 @@ def take(clock: Any, lease_s: float) -> ReturningUpdate[Any]:
         .values(
             state="leased",
             worker_id=bindparam("worker"),
-            begun=bindparam("begin"),
+            begun=bindparam("begin", type_=Boolean) & (WorkModel.deaths < deaths),
             lease_until=clock + lease_s,
             epoch=WorkModel.epoch + 1,
             attempts=WorkModel.attempts + 1,

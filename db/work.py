@@ -41,7 +41,7 @@ class Work:
 
     def __init__(self, database: Database, lease_s: float = LEASE_S) -> None:
         self._database = database
-        self._take_work = turns.take(database.clock(), lease_s)
+        self._take_work = turns.take(database.clock(), lease_s, DEATHS - 1)
 
     def claim(
         self,
@@ -55,7 +55,8 @@ class Work:
     ) -> list[Claim]:
         """Lease up to ``limit`` pieces of work of one study, the one whose turn it is; empty if there is none.
 
-        ``keys`` are compile keys or class keys, by the stage. ``begin`` says that the worker starts at once.
+        ``keys`` are compile keys or class keys, by the stage. ``begin`` says that the worker starts at once,
+        but for what two died with: that is begun alone, so that a third death is its own.
         """
         values = {"keys": list(keys)}
         if open_studies:
@@ -103,8 +104,7 @@ class Work:
     def give_back(self, claim: Claim) -> None:
         """Return work that was not begun, at no cost. Raises StaleClaim."""
         with self._database.write_soft() as connection:
-            attempts = WorkModel.attempts - 1
-            _guarded(connection, claim, state="ready", begun=False, worker_id=None, attempts=attempts)
+            _guarded(connection, claim, state="ready", begun=False, worker_id=None, attempts=claim.attempts - 1)
 
     def release(self, claim: Claim, error: str, *, fatal: bool = False) -> None:
         """Give work back that a machine spoiled; ``fatal`` if it cost a child. Raises StaleClaim.
@@ -119,14 +119,16 @@ class Work:
         with self._database.write_soft() as connection:
             _guarded(connection, claim, turns.HELD_LATER, **after)
 
-    def reap(self) -> list[Expired]:
-        """Take back what silent workers hold; quarantine what cost ``DEATHS`` of them.
+    def reap(self, dead: str | None = None) -> list[Expired]:
+        """Take back what silent workers hold, or at once what the ``dead`` one holds.
 
-        A trial so ends as one that failed; with the finals, their study fails.
+        What cost ``DEATHS`` workers is quarantined: a trial so ends as one that failed; with the finals,
+        their study fails.
         """
+        lost = WorkModel.worker_id == dead if dead else WorkModel.lease_until < self._database.clock()
         silent = (
             select(WorkModel)
-            .where(WorkModel.state == "leased", WorkModel.lease_until < self._database.clock())
+            .where(WorkModel.state == "leased", lost)
             .order_by(WorkModel.id)
             .with_for_update(skip_locked=True)
         )

@@ -7,6 +7,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+_FOR_TESTS = ("FLASHTUNE_REQUIRE_SERVICES", "FLASHTUNE_TEST_POSTGRES")
 REQUIRE_SERVICES = os.environ.get("FLASHTUNE_REQUIRE_SERVICES") == "1"
 
 
@@ -14,8 +15,8 @@ REQUIRE_SERVICES = os.environ.get("FLASHTUNE_REQUIRE_SERVICES") == "1"
 def own_home() -> Iterator[None]:
     """Point flashtune at an empty folder, so that no test reads or writes a person's own database."""
     with tempfile.TemporaryDirectory(prefix="flashtune-test-") as home, pytest.MonkeyPatch.context() as patch:
-        for name in ("FLASHTUNE_DATABASE_URL", "FLASHTUNE_CACHE_DIR", "FLASHTUNE_COMPILE_WORKERS"):
-            patch.delenv(name, raising=False)
+        for name in [n for n in os.environ if n.startswith("FLASHTUNE_") and n not in _FOR_TESTS]:
+            patch.delenv(name)
         patch.setenv("FLASHTUNE_HOME", home)
         yield
 

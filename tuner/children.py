@@ -23,14 +23,15 @@ from tuner.errors import MachineError
 
 _POLL_S = 0.1  # how often deadline and memory are looked at
 _LOG_TAIL_BYTES = 4000
+_OTHERS_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # no fault of code sends these
 KILLS = 3  # children that may be killed over one request before the request is blamed
 
 
 class ChildFailure(Exception):
     """A request was not answered. ``kind`` is crash, killed, timeout or memory; the text says what was seen.
 
-    ``killed`` means that somebody else sent SIGKILL, an operator or the kernel when memory ran out: that
-    says nothing about the request.
+    ``killed`` means that somebody else sent a signal, an operator, a service manager or the kernel when
+    memory ran out: that says nothing about the request.
     """
 
     def __init__(self, kind: str, text: str) -> None:
@@ -167,7 +168,7 @@ class Child:
             return "crash", "closed its pipe and did not exit"
         if code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            return "killed" if code == -signal.SIGKILL else "crash", f"died of {name}"
+            return "killed" if -code in _OTHERS_SIGNALS else "crash", f"died of {name}"
         return "crash", f"exited with status {code}"
 
     def _failure(self, kind: str, text: str) -> ChildFailure:

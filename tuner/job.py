@@ -23,6 +23,7 @@ from tuner.workload_file import NamedWorkload
 
 MAX_WORKLOADS = 1000
 MAX_NAME = 200
+MAX_STEP_S = 900  # of one compile or run: a worker without progress for longer counts as stuck
 ARCHS = r"auto|cpu|fake|sm_[0-9]{2,3}a?"
 # What a client may set; how long a compiler may run and how much memory it gets is the worker's business too.
 _SETTINGS = tuple(f.name for f in fields(StudySettings))
@@ -59,6 +60,9 @@ class JobRequest:
             raise InputError(f"policy is {self.policy!r}; it must be auto, {' or '.join(POLICIES)}")
         for name in self.families:
             families.load(name)
+        for limit in ("compile_timeout_s", "run_timeout_s"):
+            if getattr(self.settings, limit) > MAX_STEP_S:
+                raise InputError(f"settings.{limit} is {getattr(self.settings, limit)}; a job may have {MAX_STEP_S} s")
         if not -100 <= self.priority <= 100:
             raise InputError(f"priority is {self.priority}; it must be from -100 to 100")
         if len(self.name) > MAX_NAME or (self.name and not self.name.isprintable()):

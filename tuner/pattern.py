@@ -38,6 +38,9 @@ Value = int | float | tuple[int, ...]
 
 MASKS = ("full", "causal", "sliding_window", "prefix_lm", "document")
 SCORES = ("softcap", "alibi")
+MAX_TEXT = 1_000_000  # characters: a text of 100,000 documents' lengths
+MAX_PIECES = 64
+MAX_DOCUMENTS = 100_000  # of one sequence
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,10 @@ def parse(text: str) -> Pattern:
     """
     if not isinstance(text, str) or not text.strip():
         raise PatternError(f"pattern {text!r} is empty; write one of {', '.join(MASKS)}")
+    if len(text) > MAX_TEXT or text.count("+") + text.count("&") > MAX_PIECES:
+        raise PatternError(
+            f"pattern {text[:40]!r}... has {len(text)} characters; at most {MAX_TEXT}, and {MAX_PIECES} of & and +"
+        )
     first, *rest = _split(text, "+")
     pieces = [_part(p, MASKS + SCORES) for chunk in (first, *rest) for p in _split(chunk, "&")]
     masks = [p for p in pieces if p.name in MASKS and p.name != "full"]
@@ -127,6 +134,8 @@ def document_lengths(part: Part, seqlen: int) -> tuple[int, ...]:
             raise PatternError(f"{part} sums to {sum(given)}, not to seqlen {seqlen}; make them agree")
         return given
     mean, seed = int(params["mean"]), int(params["seed"])  # type: ignore[arg-type]
+    if seqlen // mean > MAX_DOCUMENTS:
+        raise PatternError(f"{part} makes over {MAX_DOCUMENTS} documents of seqlen {seqlen}; raise mean")
     rng, out, left = random.Random(seed), [], seqlen
     while left > 0:
         n = min(left, rng.randint(max(1, mean // 2), mean + mean // 2))

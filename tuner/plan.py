@@ -19,6 +19,8 @@ from tuner.search import Search
 from tuner.spec import StudySettings, StudySpec
 from tuner.trial import Trial, TrialStatus
 
+_REFINE_UP_TO = 300  # samples of one config: beyond, the screening is as good as it gets
+
 
 class Plan:
     """The configs of one study: tried, being tried, and to be tried, each at most once.
@@ -32,7 +34,7 @@ class Plan:
         self.stocks = [f.stock(spec.workload) for f in members]
         self.default = self.stocks[0]
         self.trials: dict[str, Trial] = {}
-        self._pending: set[str] = set()  # keys asked or reserved, of which no result is known
+        self._taken: set[str] = set()  # keys asked or reserved
         self._searches = [
             Search(f, spec.workload, spec.target, budget=settings.max_trials, seed=settings.seed)
             for f in members
@@ -52,7 +54,7 @@ class Plan:
         """
         out = outstanding or {}
         configs = [c for s in self._searches for c in s.ask(max(0, ahead - out.get(s.family.name, 0)))]
-        self._pending |= {c.key for c in configs}
+        self._taken |= {c.key for c in configs}
         return configs
 
     def reserve(self, config: Config) -> None:
@@ -62,20 +64,19 @@ class Plan:
         """
         if self.known(config.key):
             return
-        self._pending.add(config.key)
+        self._taken.add(config.key)
         for search in self._searches:
             search.reserve(config)
 
     def tell(self, trial: Trial) -> None:
         """Take a trial in; a second one of the same config replaces the first."""
         self.trials[trial.config.key] = trial
-        self._pending.discard(trial.config.key)
         for search in self._searches:
             search.tell(trial)
 
     def known(self, key: str) -> bool:
         """Tell whether the config of this key was tried, or is being tried."""
-        return key in self.trials or key in self._pending
+        return key in self.trials or key in self._taken
 
     def new_stocks(self) -> list[Config]:
         """Return the stock configs that nobody tried or tries."""
@@ -84,6 +85,12 @@ class Plan:
     def measured(self) -> list[Trial]:
         """Return the trials that worked and have a ratio to the default."""
         return [t for t in self.trials.values() if t.status is TrialStatus.OK and t.ratio is not None]
+
+    def to_refine(self, finalists: int) -> Trial | None:
+        """Return the leader with the fewest samples, to measure again while there is time; None if all have enough."""
+        leaders = sorted(self.measured(), key=lambda t: -(t.ratio or 0.0))[: finalists + 2]
+        few = [t for t in leaders if t.measurement and len(t.measurement.samples_us) < _REFINE_UP_TO]
+        return min(few, key=lambda t: len(t.measurement.samples_us) if t.measurement else 0, default=None)
 
     def best(self) -> Trial | None:
         """Return the fastest trial so far."""

@@ -86,6 +86,7 @@ class StudySettings:
             ("confidence", 0.5, 0.9999),
             ("compile_timeout_s", 0.1, 86_400),
             ("run_timeout_s", 0.1, 86_400),
+            ("compile_memory_bytes", 64 << 20, 1 << 42),
             ("seed", 0, 2**32 - 1),
         ):
             value = getattr(self, name)

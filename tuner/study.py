@@ -23,8 +23,6 @@ from tuner.target import Target, Toolchain
 from tuner.trial import Trial, TrialStatus, TunedConfig
 from tuner.workload import Workload
 
-_REFINE_UP_TO = 300  # samples of one config: beyond, the screening is as good as it gets
-
 
 @dataclass(frozen=True)
 class Event:
@@ -144,11 +142,9 @@ class Study:
         """Measure the most promising config once more, while the compilers work. False if none needs it."""
         if self._bench is None:
             return False
-        leaders = sorted(self._plan.measured(), key=lambda t: -(t.ratio or 0.0))[: self._settings.finalists + 2]
-        few = [t for t in leaders if t.measurement and len(t.measurement.samples_us) < _REFINE_UP_TO]
-        if not few:
+        trial = self._plan.to_refine(self._settings.finalists)
+        if trial is None:
             return False
-        trial = min(few, key=lambda t: len(t.measurement.samples_us) if t.measurement else 0)
         busy = self._sandbox.busy_s
         again = self._bench.attempt(trial.config, Compiled(TrialStatus.OK, trial.compile_s or 0.0), verify=False)
         self._busy_s += self._sandbox.busy_s - busy

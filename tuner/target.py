@@ -101,10 +101,11 @@ def named(arch: str) -> Target:
 
 
 def probe(device: str = "auto", visible: str | None = None) -> Target:
-    """Find the target on this machine: ``auto``, ``cpu``, ``fake``, ``cuda`` or ``cuda:1``.
+    """Find the target on this machine: ``auto``, ``cpu``, ``fake``, ``cuda``, ``cuda:1`` or ``GPU-1f2e...``.
 
     ``auto`` takes the first GPU, or the CPU where there is none. ``visible`` is the value of
-    CUDA_VISIBLE_DEVICES, which hides and renumbers GPUs; None shows all, in the bus order of NVML.
+    CUDA_VISIBLE_DEVICES, which hides and renumbers GPUs; None shows all, in the bus order of NVML. A UUID,
+    or the beginning of one, as nvidia-smi -L has it, names a board whatever its number.
 
     Raises:
         TargetError: if the device does not exist here.
@@ -113,9 +114,11 @@ def probe(device: str = "auto", visible: str | None = None) -> Target:
         return _NAMED["fake"]
     if device == "cpu":
         return _cpu()
+    if device.startswith("GPU-"):
+        return _by_uuid(device, visible)
     m = re.fullmatch(r"cuda(?::(\d+))?", device)
     if device != "auto" and not m:
-        raise TargetError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:N")
+        raise TargetError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:N, or a GPU's UUID")
     index = int(m[1]) if m and m[1] else 0
     gpus = _visible(_gpus(), visible)
     if not gpus and device == "auto":
@@ -197,6 +200,16 @@ def _visible(gpus: list[Target], visible: str | None) -> list[Target]:
             break
         shown += found
     return shown
+
+
+def _by_uuid(uuid: str, visible: str | None) -> Target:
+    gpus = _visible(_gpus(), visible)
+    found = [g for g in gpus if len(uuid) > 4 and g.uuid.startswith(uuid)]
+    if len(found) != 1:
+        how = "names several GPUs" if found else "is none of the GPUs that are visible"
+        known = ", ".join(g.uuid for g in gpus) or "there are none"
+        raise TargetError(f"device {uuid!r} {how} here: {known}; see nvidia-smi -L")
+    return found[0]
 
 
 def _driver() -> str:

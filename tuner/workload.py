@@ -43,7 +43,7 @@ class Workload:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        if self.head_dim_v == 0:
+        if type(self.head_dim_v) is int and self.head_dim_v == 0:
             object.__setattr__(self, "head_dim_v", self.head_dim)
         object.__setattr__(self, "dtype", DTYPE_SHORT.get(str(self.dtype), self.dtype))
         if type(self.deterministic) is not bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 from db.store import Store
 from db.values import Claim, WorkerInfo
+from db.work import DEATHS
 from tuner.compile import Compiled, CompilePool
 from tuner.errors import FlashtuneError, MachineError, StaleClaim
 from tuner.target import Target
@@ -19,6 +21,8 @@ from workers.identity import arch_of
 from workers.patience import patiently
 from workers.settings import Settings
 from workers.studies import KnownStudy, Studies
+
+_TURN_S = 1.0
 
 log = logging.getLogger("flashtune.worker")
 
@@ -32,8 +36,9 @@ class _Held:
 class CompileSide:
     """Compiles for one architecture. ``step`` until it returns False; then there is nothing to do now.
 
-    Work that was lost with a worker before is compiled alone, so that if it kills this one too, nothing
-    else is blamed.
+    When a worker dies, all that it compiled is under suspicion. What would be quarantined next time is
+    compiled alone, so that nothing else is blamed for its doing, nor it for another's: ``begun`` is held meanwhile,
+    and by the measuring half while that has begun something.
     """
 
     def __init__(
@@ -44,14 +49,16 @@ class CompileSide:
         heart: Heart,
         artifacts: Artifacts,
         ring: Callable[[str], None],
+        begun: threading.Lock,
     ) -> None:
-        self._settings, self._store, self._info = settings, store, info
+        self._settings, self._store, self._info, self._begun = settings, store, info, begun
         self._heart, self._artifacts, self._ring = heart, artifacts, ring
         self._script = settings.fake_script.read_text() if settings.fake_script else ""
         self._studies = Studies(store)
         self._pools: dict[tuple[str, int], CompilePool] = {}
         self._running: dict[Future[Compiled], _Held] = {}
         self._suspects: list[_Held] = []
+        self._alone = False  # a suspect compiles
 
     @property
     def busy(self) -> bool:
@@ -62,6 +69,7 @@ class CompileSide:
         done = [f for f in self._running if f.done()]
         for future in done:
             self._finish(self._running.pop(future), future)
+            self._leave_alone()
         return bool(self._fill()) or bool(done)
 
     def wait(self, timeout_s: float) -> None:
@@ -78,6 +86,7 @@ class CompileSide:
                 log.warning("%s", e)
         self._running.clear()
         self._suspects.clear()
+        self._leave_alone()
 
     def close(self) -> None:
         for pool in self._pools.values():
@@ -91,12 +100,14 @@ class CompileSide:
         if free <= self._settings.compile_workers // 2:
             return 0
         claims = patiently(
-            lambda: self._store.work.claim(self._info.id, stage="compile", keys=[self._info.compile_key], limit=free)
+            lambda: self._store.work.claim(
+                self._info.id, stage="compile", keys=[self._info.compile_key], limit=free, begin=True
+            )
         )
         for claim in claims:
             self._heart.hold(claim.id)
             held = _Held(claim, self._studies.get(claim.study_id))
-            if claim.attempts > 1:
+            if claim.deaths >= DEATHS - 1:
                 self._suspects.append(held)
             else:
                 self._submit(held)
@@ -104,17 +115,24 @@ class CompileSide:
         return len(claims)
 
     def _run_suspect(self) -> int:
-        if self._running:
+        # waiting, since whoever measures lets go for a moment only
+        if self._running or not self._begun.acquire(timeout=_TURN_S):
             return 0
+        self._alone = True
         held = self._suspects.pop()
         try:
             patiently(lambda: self._store.work.begin(held.claim))
-        except StaleClaim as e:
+            self._submit(held)
+        except FlashtuneError as e:  # stale, or the database has been away for long
             log.warning("%s", e)
             self._heart.drop(held.claim.id)
-            return 1
-        self._submit(held)
+            self._leave_alone()
         return 1
+
+    def _leave_alone(self) -> None:
+        if self._alone:
+            self._alone = False
+            self._begun.release()
 
     def _submit(self, held: _Held) -> None:
         assert held.claim.config is not None

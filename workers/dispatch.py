@@ -52,21 +52,18 @@ class Dispatcher:
         for lost in self._store.work.reap():
             what = lost.config.label if lost.config else lost.kind
             log.warning("study %s: %s was lost with its worker (%d deaths)", lost.study_id, what, lost.deaths)
-            if lost.quarantined and lost.config is None:
-                self._store.planning.fail_study(lost.study_id, f"the finals cost {lost.deaths} workers")
 
     def _bind(self, alive: list[WorkerInfo], measuring: Counter[str]) -> None:
         """Begin studies for waiting workloads, up to a number for each class of GPU."""
         classes = _classes(alive, measuring)
-        if not classes:
-            return
         active = Counter(s.class_key for s in self._store.planning.progress())
-        for item in self._store.planning.waiting():
-            free = [w for w in classes if active[w.class_key] < _STUDIES_A_WORKER * measuring[w.class_key]]
-            if not free:
-                return
-            chosen = self._choose(item, classes)
-            if chosen is None or chosen[0] not in free:
+
+        def free() -> list[WorkerInfo]:
+            return [w for w in classes if active[w.class_key] < _STUDIES_A_WORKER * measuring[w.class_key]]
+
+        for item in self._store.planning.waiting(archs=[arch_of(w.class_key) for w in free()]) if free() else ():
+            chosen = self._choose(item, classes, free())
+            if chosen is None:
                 continue
             worker, spec = chosen
             study_id = self._store.planning.bind(item.id, spec, worker.class_key, worker.compile_key)
@@ -74,24 +71,25 @@ class Dispatcher:
                 active[worker.class_key] += 1
                 log.info("job %s: %s is study %s on %s", item.job_id, item.name, study_id, worker.class_key)
 
-    def _choose(self, item: WaitingItem, classes: list[WorkerInfo]) -> tuple[WorkerInfo, StudySpec] | None:
-        """Return the class that an item goes to, and its study there; None to wait for one.
+    def _choose(
+        self, item: WaitingItem, classes: list[WorkerInfo], free: list[WorkerInfo]
+    ) -> tuple[WorkerInfo, StudySpec] | None:
+        """Return the free class that an item goes to, and its study there; None to wait for one.
 
-        An item that no class of its architecture can do is rejected. A class of another
-        architecture may appear; an item that names none takes what is there.
+        An item that no class of its architecture can do is rejected, with each one's reason.
         """
-        able = [w for w in classes if item.arch in ("auto", arch_of(w.class_key))]
-        reasons = []
-        for worker in able:
-            assert worker.target is not None
-            try:
-                policy = policy_for(item.policy, worker.target)
-                return worker, spec_for(item.workload, worker.target, worker.toolchain, policy, item.families)
-            except InputError as e:
-                reasons.append(str(e))
-        if reasons:
+        able, reasons = [], []
+        for worker in classes:
+            if item.arch in ("auto", arch_of(worker.class_key)) and worker.target is not None:
+                try:
+                    policy = policy_for(item.policy, worker.target)
+                    spec = spec_for(item.workload, worker.target, worker.toolchain, policy, item.families)
+                    able.append((worker, spec))
+                except InputError as e:
+                    reasons.append(str(e))
+        if reasons and not able:
             self._store.planning.reject(item.id, "; ".join(reasons))
-        return None
+        return next(((worker, spec) for worker, spec in able if worker in free), None)
 
     def _relay(self) -> None:
         """Send what waits in the outbox, and ring for everything that is ready."""

@@ -21,7 +21,7 @@ from tuner.target import named, probe, toolchain
 from workers.artifacts import open_artifacts
 from workers.compile_side import CompileSide
 from workers.heart import Heart
-from workers.identity import ROLES, identify
+from workers.identity import ROLES, identify, is_dead_here
 from workers.measure_side import MeasureSide
 from workers.settings import Settings
 
@@ -61,17 +61,19 @@ class Engine:
 
     def __enter__(self) -> Engine:
         with ExitStack() as stack:
+            self._bury_the_dead()
             self._store.fleet.register(self.info)
             stack.callback(self._sign_off)
             self._heart = stack.enter_context(Heart(self._store, self.info, self._settings.lease_s))
             parts = (self._settings, self._store, self.info, self._heart)
             artifacts = open_artifacts(self._settings, self._store)
+            begun = threading.Lock()  # one half's, so that a death is blamed on one piece of work
             self._compile = self._measure = None
             if "compile" in self.info.roles:
-                self._compile = CompileSide(*parts, artifacts, self._ring)
+                self._compile = CompileSide(*parts, artifacts, self._ring, begun)
                 stack.callback(self._compile.close)
             if "measure" in self.info.roles:
-                self._measure = MeasureSide(*parts, artifacts, self._ring)
+                self._measure = MeasureSide(*parts, artifacts, self._ring, begun)
                 stack.callback(self._measure.close)
             self._stack = stack.pop_all()
         return self
@@ -133,6 +135,14 @@ class Engine:
         for half in (self._compile, self._measure):
             if half is not None:
                 half.give_back()
+
+    def _bury_the_dead(self) -> None:
+        """Take back at once what a killed predecessor on this machine held, instead of waiting for its lease."""
+        for worker in self._store.fleet.workers(alive_only=True):
+            if is_dead_here(worker):
+                self._store.fleet.bury(worker.id)
+                for lost in self._store.work.reap(worker.id):
+                    log.warning("took back %s of a dead worker", lost.config.label if lost.config else lost.kind)
 
     def _sign_off(self) -> None:
         try:

@@ -1,7 +1,8 @@
 """The heartbeat of one worker: a thread that keeps its leases while the worker makes progress.
 
-A worker that hangs must lose its work like one that died, so the heart stops beating when nobody
-has called ``alive`` for ``_STUCK_S``: longer than any single step may take.
+A worker that hangs must lose its work like one that died, so the heart stops beating when it holds
+work and nobody has called ``alive`` for ``_STUCK_S``: longer than any single step may take. One that
+waits for work lives.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import threading
 import time
 
 from db.store import Store
-from db.values import WorkerInfo
+from db.values import SILENT_AFTER, WorkerInfo
 from tuner.errors import FlashtuneError
 
 _STUCK_S = 1200.0  # opening a workload, a compile and the finals have deadlines below this
@@ -20,10 +21,13 @@ log = logging.getLogger("flashtune.worker")
 
 
 class Heart:
-    """Beats three times a lease. ``hold`` and ``drop`` say which work to keep. Use it in a with-block."""
+    """Beats three times a lease, and often enough to count as alive. Use it in a with-block.
+
+    ``hold`` and ``drop`` say which work to keep.
+    """
 
     def __init__(self, store: Store, info: WorkerInfo, lease_s: float) -> None:
-        self._store, self._info, self._every_s = store, info, lease_s / 3
+        self._store, self._info, self._every_s = store, info, min(lease_s, SILENT_AFTER.total_seconds()) / 3
         self._held: set[int] = set()
         self._doing = ""
         self._seen = time.monotonic()
@@ -46,6 +50,7 @@ class Heart:
             self._doing = doing
 
     def hold(self, claim_id: int) -> None:
+        self._seen = time.monotonic()
         with self._lock:
             self._held.add(claim_id)
 
@@ -55,11 +60,11 @@ class Heart:
 
     def _run(self) -> None:
         while not self._stop.wait(self._every_s):
-            if time.monotonic() - self._seen > _STUCK_S:
-                log.error("no progress for %.0f s; this worker lets its work go", _STUCK_S)
-                continue
             with self._lock:
                 held = tuple(self._held)
+            if held and time.monotonic() - self._seen > _STUCK_S:
+                log.error("no progress for %.0f s; this worker lets its work go", _STUCK_S)
+                continue
             try:
                 self._store.fleet.beat(self._info.id, self._doing, held)
             except FlashtuneError as e:

@@ -13,6 +13,7 @@ import socket
 import uuid
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 from db.values import WorkerInfo
 from tuner.target import Target, Toolchain
@@ -40,7 +41,7 @@ def identify(roles: Sequence[str], target: Target, toolchain: Toolchain) -> Work
     now = datetime.now(UTC)
     measures = "measure" in roles
     return WorkerInfo(
-        id=uuid.uuid4().hex,
+        id=_pid_space() + uuid.uuid4().hex[12:],
         host=socket.gethostname(),
         pid=os.getpid(),
         roles=tuple(roles),
@@ -53,9 +54,31 @@ def identify(roles: Sequence[str], target: Target, toolchain: Toolchain) -> Work
     )
 
 
+def is_dead_here(worker: WorkerInfo) -> bool:
+    """Tell whether a worker ran among the processes that this one sees, and is there no longer."""
+    if not worker.id.startswith(_pid_space()):
+        return False
+    try:
+        os.kill(worker.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
 def arch_of(key: str) -> str:
     """Return the architecture that a class or compile key begins with."""
     return key.partition(".")[0]
+
+
+def _pid_space() -> str:
+    """Return 12 digits for this boot of this machine and its namespace of process ids: containers have their own."""
+    try:
+        boot, space = Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")
+    except OSError:  # nobody can be told to be from here
+        return uuid.uuid4().hex[:12]
+    return _digest(boot, space)[:12]
 
 
 def _digest(*texts: str) -> str:

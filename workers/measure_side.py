@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from workers.studies import KnownStudy, Studies
 
 _OPEN_STUDIES = 4  # each holds inputs and references in device memory
 _AHEAD = 4  # claims whose kernels compile here while others are measured
+_TURN_S = 0.2
 _DEFAULT_TRIES = 3  # machines that a study's default may fail on before the study does
 
 log = logging.getLogger("flashtune.worker")
@@ -56,6 +58,7 @@ class _Held:
 class MeasureSide:
     """Measures on one device. ``step`` until it returns False; then there is nothing to do now.
 
+    Holds ``begun`` while it has begun something: not at the same time as a suspect compiles.
     Making one locks the device and starts its child; raises InputError if another process has it.
     """
 
@@ -67,10 +70,11 @@ class MeasureSide:
         heart: Heart,
         artifacts: Artifacts,
         ring: Callable[[str], None],
+        begun: threading.Lock,
     ) -> None:
         assert info.target is not None
         self._settings, self._store, self._info, self._target = settings, store, info, info.target
-        self._heart, self._artifacts, self._ring = heart, artifacts, ring
+        self._heart, self._artifacts, self._ring, self._begun = heart, artifacts, ring, begun
         settings.cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = lock_device(settings.cache_dir, self._target)
         script = settings.fake_script.read_text() if settings.fake_script else ""
@@ -92,14 +96,19 @@ class MeasureSide:
             claimed = self._claim()
             ready = next((h for h in self._held if h.ready), None)
         if ready is not None:
-            self._held.remove(ready)
-            self._run(ready)
+            if not self._begun.acquire(timeout=_TURN_S):
+                return False
+            try:
+                self._held.remove(ready)
+                self._run(ready)
+            finally:
+                self._begun.release()
             return True
         if self._held:
             waiting = [f for h in self._held for f in h.needs.values() if not f.done()]
             wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
             return True
-        return claimed
+        return claimed or self._refine()
 
     def give_back(self) -> None:
         """Return what was not begun."""
@@ -139,9 +148,7 @@ class MeasureSide:
             ours = {claim.config.key: (claim.compiled, claim.artifacts)} if claim.compiled else {}
             configs, plan = [claim.config], None
         else:
-            plan = Plan(study.spec, KnownStudy.read(study.handle).settings)
-            for trial in study.handle.trials():
-                plan.tell(trial)
+            plan = _plan(study)
             configs = finals.finalists(plan, study.settings, study.handle.incumbent())
             ours = patiently(lambda: self._store.planning.compiled(claim.study_id))
         default = families.load(study.spec.families[0].partition("/")[0]).stock(study.spec.workload)
@@ -191,6 +198,30 @@ class MeasureSide:
         finally:
             self._heart.drop(claim.id)
             self._heart.alive("")
+
+    def _refine(self) -> bool:
+        """Measure a leader of an open study once more while the compilers work; close studies that are over."""
+        if not self._benches or not self._target.overlaps:
+            return False
+        searching = {s.id: not s.finals for s in self._store.planning.progress()}
+        for study_id, bench in list(self._benches.items()):
+            study = self._studies.get(study_id)
+            if study_id not in searching:
+                self._forget(study_id)
+            elif searching[study_id]:
+                plan = _plan(study)
+                trial = plan.to_refine(study.settings.finalists)
+                if trial is not None and self._is_here(trial.config, study):
+                    compiled = Compiled(TrialStatus.OK, trial.compile_s or 0.0)
+                    refined = trial.refined(bench.attempt(trial.config, compiled, verify=False))
+                    return study.handle.refine(trial, refined)
+        return False
+
+    def _is_here(self, config: Config, study: KnownStudy) -> bool:
+        """Tell whether a config that another worker may have measured can run here now; fetch what it needs."""
+        there = patiently(lambda: self._store.planning.compiled(study.handle.id))
+        future = self._compiled(config, study, there.get(config.key))
+        return future.done() and future.result().status is TrialStatus.OK
 
     def _trial(self, held: _Held) -> None:
         claim, busy = held.claim, self._sandbox.busy_s
@@ -254,3 +285,11 @@ class MeasureSide:
             patiently(lambda: self._store.work.release(claim, str(error)))
         except StaleClaim as e:
             log.warning("%s", e)
+
+
+def _plan(study: KnownStudy) -> Plan:
+    """Return what is known of a study now."""
+    plan = Plan(study.spec, study.settings)
+    for trial in patiently(study.handle.trials):
+        plan.tell(trial)
+    return plan

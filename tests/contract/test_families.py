@@ -19,7 +19,7 @@ from tuner import families
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import INSTRUMENTS, REGISTRY
-from tuner.families.base import KernelFamily
+from tuner.families.base import KernelFamily, Room
 from tuner.pattern import parse
 from tuner.target import Target, named
 from tuner.workload import Workload
@@ -243,6 +243,14 @@ def test_block_sizes_follow_the_tiles() -> None:
         wanted = [config.get("q_block", 128), config.get("kv_block", 128)]
         extras = families.load("flex_cpu").extras(config, workload)
         assert extras == ({"block_size": wanted} if workload.pattern.masks else {})
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if families.load(n).compile_in == "nowhere"])
+def test_what_is_compiled_nowhere_gives_no_files(name: str, tmp_path: Path) -> None:
+    family = families.load(name)
+    for workload, target in accepted(family.name)[:3]:
+        assert family.compile(family.stock(workload), workload, Room(target, tmp_path)).files == ()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_its_lab_can_be_imported(family: KernelFamily) -> None:

@@ -414,7 +414,7 @@ def test_a_newer_schema_is_refused_and_left_alone(store: Store, url: str, versio
         for version in versions:
             raw.execute(text("INSERT INTO alembic_version VALUES (:v)"), {"v": version})
     for read_only in (False, True):
-        with pytest.raises(StorageError, match=r"is newer than this flashtune knows \(0001\); upgrade flashtune") as e:
+        with pytest.raises(StorageError, match=r"is newer than this flashtune knows \(0002\); upgrade flashtune") as e:
             Store.open(url, read_only=read_only)
         assert all(version in str(e.value) for version in versions)
     with raw_connection(url) as raw:
@@ -423,13 +423,14 @@ def test_a_newer_schema_is_refused_and_left_alone(store: Store, url: str, versio
 
 
 def test_an_older_schema_is_not_upgraded_read_only(store: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migrations, "revisions", lambda _: ["0002", "0001"])
+    monkeypatch.setattr(migrations, "revisions", lambda _: ["0003", "0002", "0001"])
     with pytest.raises(StorageError, match="older flashtune; open it for writing once"):
         Store.open(url, read_only=True)
 
 
 def test_tables_of_another_program_are_refused(url: str) -> None:
     with Store.open(url), raw_connection(url) as raw:  # only to have the place made
+        downgrade(migrations.config(raw), "0001")
         raw.execute(text("DROP TABLE alembic_version"))
         raw.execute(text("DROP TABLE trials"))
     with pytest.raises(StorageError, match=r"tables of something else \(studies\); choose another database"):

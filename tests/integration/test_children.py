@@ -344,11 +344,11 @@ def test_a_child_that_cannot_be_started_is_the_machines_trouble(
         start().request({"do": "echo"}, timeout_s=LONG_S)
 
 
-def test_a_child_killed_in_the_middle_of_a_request_is_a_crash(start: Callable[..., Child]) -> None:
+def test_a_child_that_somebody_else_killed_is_told_from_one_that_crashed(start: Callable[..., Child]) -> None:
     """As the kernel does to it when memory runs out."""
     child = start()
     child.request({"do": "echo"}, timeout_s=LONG_S)
     assert child.pid is not None
     threading.Timer(0.3, os.killpg, (child.pid, signal.SIGKILL)).start()
     found = failure(child, {"do": "hang"})
-    assert (found.kind, str(found)) == ("crash", "died of SIGKILL")
+    assert (found.kind, str(found)) == ("killed", "died of SIGKILL")

@@ -1,6 +1,7 @@
 """``flashtune compile`` makes real Hopper code on a machine that need not have a GPU.
 
-The installed command; every object it leaves is looked into apart from what it says of it.
+The installed command; every object it leaves is looked into apart from what it says of it. Then the
+pool beneath it, whose objects travel to another folder and serve there.
 """
 
 from __future__ import annotations
@@ -10,12 +11,20 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tuner.target import version_of
+from tuner.compile import Compiled, CompilePool, child_env
+from tuner.config import Config
+from tuner.families import load
+from tuner.pattern import parse
+from tuner.target import named, version_of
+from tuner.trial import TrialStatus
+from tuner.workload import Workload
+from workers.artifacts import FolderArtifacts
 
 pytestmark = pytest.mark.skipif(not version_of("flash-attn-4"), reason="flash-attn-4 is not installed")
 
@@ -124,3 +133,97 @@ def test_a_block_mask_with_documents_and_softcap_compiles(home: Path, causal: li
     assert tuned["code_bytes"] > causal[1]["code_bytes"]  # the same tile without mask_mod and score_mod
     assert len(objects(home)) == len(before) + 2
     assert all(architectures(p.read_bytes()) == [90] for p in objects(home))
+
+
+ROOT = Path(__file__).parents[2]
+SM_90A = named("sm_90a")
+LONG = Workload(batch=1, heads_q=4, heads_kv=4, seqlen_q=4096, seqlen_k=4096, head_dim=64, pattern=parse("causal"))
+SHORT = replace(LONG, seqlen_q=1024, seqlen_k=1024)  # FA4 has one kernel for both lengths
+STOCK = Config.make("fa4_fwd_sm90", 1)
+TUNED = next(c for c in load("fa4_fwd_sm90").first(LONG) if c["mask"] == "native")
+
+# Compiles in this order in one process, and tells what was truly compiled.
+ONE_PROCESS = """
+import json, sys
+from pathlib import Path
+from tuner.config import Config
+from tuner.families import load
+from tuner.families.base import Room
+from tuner.target import named
+from tuner.workload import Workload
+
+room, files = Room(named("sm_90a"), Path(sys.argv[1])), []
+for config, workload in json.loads(sys.argv[2]):
+    config = Config.from_dict(config)
+    built = load(config.family).compile(config, Workload.from_dict(workload), room)
+    files.append([path.relative_to(room.cache_dir).as_posix() for path in built.files])
+
+from tuner.families import fa4_launch
+print(json.dumps([files, fa4_launch.compiled_here]))
+"""
+
+
+def in_one_process(cache: Path, *jobs: tuple[Config, Workload]) -> tuple[list[list[str]], list[str]]:
+    """Return the files of every job and the hashes of the kernels that were compiled and not found."""
+    environ = {**os.environ, **child_env(SM_90A, cache, "")}
+    order = json.dumps([(config.to_dict(), workload.to_dict()) for config, workload in jobs])
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_PROCESS, cache, order],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    files, fresh = json.loads(done.stdout.splitlines()[-1])
+    return files, fresh
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("here")
+
+
+@pytest.fixture(scope="module")
+def pooled(here: Path) -> tuple[Compiled, Compiled]:
+    with CompilePool(SM_90A, here, workers=1) as pool:
+        stock, tuned = (pool.submit(c, LONG) for c in (STOCK, TUNED))
+        return stock.result(), tuned.result()
+
+
+def test_the_pool_says_which_objects_a_config_needs(here: Path, pooled: tuple[Compiled, Compiled]) -> None:
+    assert [c.status for c in pooled] == [TrialStatus.OK] * 2, pooled
+    for found in pooled:
+        (name,) = found.files
+        assert architectures((here / name).read_bytes()) == [90]
+    assert {here / name for found in pooled for name in found.files} == set(objects(here))
+    stock, tuned = (found.files[0] for found in pooled)
+    assert stock.startswith("fa4/shipped/")
+    assert tuned.startswith("fa4/stages2/")
+
+
+def test_an_object_that_travelled_is_not_compiled_again(
+    here: Path, pooled: tuple[Compiled, Compiled], tmp_path: Path
+) -> None:
+    """The third kernel is new to the other folder: it shows that what is compiled there is noticed."""
+    there, artifacts = tmp_path / "there", FolderArtifacts(tmp_path / "shared")
+    artifacts.fetch(there, artifacts.publish(here, [name for found in pooled for name in found.files]))
+    arrived = objects(there)
+    assert {p.relative_to(there).as_posix(): p.read_bytes() for p in arrived} == {
+        p.relative_to(here).as_posix(): p.read_bytes() for p in objects(here)
+    }
+    other = replace(LONG, pattern=parse("full"))
+    files, fresh = in_one_process(there, (STOCK, LONG), (TUNED, LONG), (STOCK, other))
+    assert files[:2] == [list(found.files) for found in pooled]
+    assert fresh == [Path(files[2][0]).stem]
+    assert {p: found for p, found in objects(there).items() if p in arrived} == arrived
+
+
+def test_a_kernel_compiled_before_is_reported_by_its_own_name(tmp_path: Path) -> None:
+    """One process compiles for many workloads, and FA4 holds in memory what it made for those before."""
+    other = replace(LONG, pattern=parse("full"))
+    (first, second, again), fresh = in_one_process(tmp_path, (STOCK, LONG), (STOCK, other), (STOCK, SHORT))
+    assert again == first != second
+    assert len(fresh) == 2

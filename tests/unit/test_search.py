@@ -167,6 +167,70 @@ def test_a_rebuilt_search_knows_what_the_live_one_knew() -> None:
     }
 
 
+def states(found: Search) -> list[tuple[str, TrialState]]:
+    """What TPE holds each config for."""
+    trials = found._study.get_trials()
+    return sorted((Config.make("landscape", 1, **t.params).key, t.state) for t in trials)
+
+
+def test_tpe_sees_what_is_tried_elsewhere_until_it_is_told() -> None:
+    found = search(Landscape())
+    trials = [outcome(c) for c in search(Landscape(), seed=1).ask(12)]
+    assert {t.status for t in trials} > {TrialStatus.OK}
+    for trial in trials:
+        found.reserve(trial.config)
+    assert states(found) == sorted((t.config.key, TrialState.RUNNING) for t in trials)
+    for trial in reversed(trials):  # results do not come in the order in which they were asked
+        found.tell(trial)
+    plain = search(Landscape())
+    for trial in trials:
+        plain.tell(trial)
+    assert states(found) == states(plain)
+    assert TrialState.RUNNING not in dict(states(found)).values()
+    assert told(found) == told(plain)
+
+
+def test_reserved_configs_count_and_are_not_proposed() -> None:
+    for budget in (40, 4000):  # by TPE, and enumerated
+        found = search(Landscape(), budget=budget)
+        left = found.left
+        elsewhere = search(Landscape(), budget=budget).ask(10)  # what this one would ask, too
+        for config in elsewhere * 2:
+            found.reserve(config)
+        found.reserve(Config.make("landscape", 1, a=15, b=240, flag=True, mode="y", odd=1))  # infeasible
+        assert found.left == left - 10
+        rest = found.ask(left)
+        assert len(rest) == left - 10
+        assert not set(rest) & set(elsewhere)
+
+
+@pytest.mark.parametrize("failed", [0, 60])  # the rest is being tried
+def test_a_rebuilt_search_does_not_draw_again_what_was_drawn(failed: int) -> None:
+    """Where all failed TPE knows nothing and draws by chance: with the same seed it would draw the same."""
+    asked = search(Landscape(), budget=100).ask(60)
+    again = search(Landscape(), budget=100)
+    for config in asked[:failed]:
+        again.tell(Trial(config, TrialStatus.COMPILE_ERROR, "scripted"))
+    for config in asked[failed:]:
+        again.reserve(config)
+    assert len({*asked, *again.ask(10)}) == 70
+    drawn = len(again._study.get_trials()) - 60
+    assert 10 <= drawn < 20  # an eighth of all points is infeasible or known
+
+
+def test_where_tpe_finds_nothing_new_the_rest_is_drawn() -> None:
+    """The best points of one dimension are all known: TPE proposes them over and over."""
+    found = Search(FAKE, WORKLOAD.with_(heads_q=2003), named("fake"), budget=1500, seed=0)
+    near = [c for c in found.feasible if 550 <= int(c["variant"]) < 850]
+    stored = [measured(c, 1 + abs(int(c["variant"]) - 700) / 2000) for c in near]
+    for trial in stored:
+        found.tell(trial)
+    before = len(found._study.get_trials())
+    asked = found.ask(64)
+    assert len({c.key for c in asked} | {c.key for c in near}) == 364
+    assert len(found._study.get_trials()) - before < 3 * 64  # 40 for each of them, if it went on
+
+
 @pytest.mark.parametrize("status", FAILURES)
 def test_a_failed_trial_is_told_as_failed_and_never_as_a_value(status: TrialStatus) -> None:
     live, again = search(Landscape()), search(Landscape())

@@ -82,6 +82,22 @@ def test_probe_takes_the_gpu_that_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         probe("cuda:2")
 
 
+def test_probe_takes_the_gpu_whose_uuid_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvml(monkeypatch, _H200, *[(8, 9, 7424, "NVIDIA L4", None)] * 11)
+    assert (probe("GPU-0").device_index, probe("GPU-0").model) == (0, "NVIDIA H200")
+    assert probe("GPU-10").device_index == 10
+    assert probe("GPU-10", visible="10,0").device_index == 10
+    with pytest.raises(TargetError, match="'GPU-1' names several GPUs here: GPU-0, GPU-1,"):
+        probe("GPU-1")
+    with pytest.raises(TargetError, match="'GPU-2' is none of the GPUs that are visible here: GPU-0; see nvidia-smi"):
+        probe("GPU-2", visible="0")
+    with pytest.raises(TargetError, match=r"'GPU-' (names several|is none)"):
+        probe("GPU-")
+    fake_nvml(monkeypatch)
+    with pytest.raises(TargetError, match="'GPU-0' is none of the GPUs that are visible here: there are none"):
+        probe("GPU-0")
+
+
 def test_probe_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvml(monkeypatch)
     found = probe("auto")

@@ -6,13 +6,15 @@ Its children really abort, hang, fault and eat memory; only the time is made up.
      "noise": {"sigma": 0.006, "ar": 0.5, "drift": 0.02, "outliers": 0.02},
      "outcomes": {"3": {"speedup": 1.03}, "5": {"does": "nan"}, "stock": {"speedup": 1.0}}}
 
-``does`` is one of ok, compile_error, compile_abort, compile_hang, compile_memory, run_error, fault,
-hang, exit, nan, wrong, wrong_row, unwritten, unrepeatable. Noise is lognormal: ``sigma`` a sample, ``ar`` its
-correlation from one sample to the next, ``drift`` the amplitude of a slow wave that all configs
-share, ``outliers`` the share of samples that read 1.2 to 2 times slow. ``compile_s`` and
-``sample_s`` really take that long; a kernel with ``faults_after`` faults in its n-th sample and the
-later ones of one timer: beyond 15, that is in the finals. With ``"objects": true`` compiling leaves
-a file, without which there is nothing to build: as real code does that must travel between machines.
+``does`` is one of ok, compile_error, compile_abort, compile_hang, compile_memory, compile_kill_worker,
+run_error, fault, hang, exit, nan, wrong, wrong_row, unwritten, unrepeatable, kill_worker; the two
+that kill a worker kill the process that started the child, as what takes a machine down does. Noise
+is lognormal: ``sigma`` a sample, ``ar`` its correlation from one sample to the next, ``drift`` the
+amplitude of a slow wave that all configs share, ``outliers`` the share of samples that read 1.2 to 2
+times slow. ``compile_s`` and ``sample_s`` really take that long; a kernel with ``faults_after`` faults
+in its n-th sample and the later ones of one timer: beyond 15, that is in the finals. With
+``"objects": true`` compiling leaves a file, without which there is nothing to build: as real code does
+that must travel between machines.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import json
 import math
 import os
 import random
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,6 +83,8 @@ class Fake:
                 time.sleep(1e6)
             case "compile_memory":
                 _eat_memory()
+            case "compile_kill_worker":
+                _kill_parent()
         resources = Resources(registers=168, spill_bytes=0, smem_bytes=1024, code_bytes=4096)
         return Built(resources, _write_object(config, workload, room) if _has_objects(room) else ())
 
@@ -113,6 +118,8 @@ class FakeKernel:
                 time.sleep(1e6)
             case "exit":
                 os._exit(3)
+            case "kill_worker":
+                _kill_parent()
             case "unwritten":
                 return inputs["out"]
         out = inputs["x"] * (1 + inputs["rounding"])
@@ -229,6 +236,11 @@ def _check_object(config: Config, workload: Workload, room: Room) -> None:
         raise RuntimeError(f"no compiled object {path}")
     if path.read_bytes() != content:
         raise RuntimeError(f"no compiled object {path}: it holds something else")
+
+
+def _kill_parent() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1e6)  # until we are killed with it: whoever is our parent then must not be next
 
 
 def _eat_memory() -> None:

@@ -1,0 +1,1 @@
+"""The HTTP API: ``app.make_app`` builds it, ``api.serving`` runs it."""
