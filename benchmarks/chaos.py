@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py --database sqlite --kills 100
     python benchmarks/chaos.py --database postgresql --kills 100 --purge 2 --stop-past-lease
+    python benchmarks/chaos.py --database postgresql --kills 0 --power-off --lease-s 45
     python benchmarks/chaos.py --database postgresql --kills 0 --outage rabbitmq   # stops the server for 30 s
 
 Runs the job once in peace and once under fire, on a database of its own, following it over HTTP
@@ -25,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -56,7 +57,9 @@ OUTCOMES: dict[str, dict[str, Any]] = {
 }
 SPARED_DEATHS = 2
 OUTAGE_S = 30.0
+RESUMED_WITHIN_S = 70.0  # with the default lease, of 45 s
 _POLL_S = 0.05
+_REFUSED = "was taken back from this worker"  # what the log says of a StaleClaim
 PACKAGES = ("celery", "kombu", "optuna", "sqlalchemy", "psycopg")
 
 
@@ -101,7 +104,7 @@ class Run:
     def __init__(self, site: Site, script: Script, timeout_s: float) -> None:
         self.site, self.script, self.tally = site, script, Tally()
         self._deadline = time.monotonic() + timeout_s
-        self._watched: dict[int, tuple[int, float, bool]] = {}  # work id: its epoch when killed, when, returned
+        self.watched: dict[int, tuple[int, float, bool]] = {}  # work id: its epoch when killed, when, returned
         self._until(self._reachable, "the API answers")
         job, _ = HttpService(site.url).submit(JobRequest.from_dict(script.request()))
         self.job_id = job["id"]
@@ -160,8 +163,9 @@ class Run:
         theirs = {pid} | {p for u, p in self.site.processes("pool child") if u is unit and kind == "worker"}
         os.kill(pid, signal.SIGKILL)
         if costs:
-            now = time.monotonic()
-            self._watched |= {w["id"]: (w["epoch"], now, False) for w in held if w["pid"] in theirs}
+            for work in held:
+                if work["pid"] in theirs:
+                    self.watch(work)
         self.tally.kills[kind] += 1
         return True
 
@@ -171,28 +175,32 @@ class Run:
         result = look(self.site.database_url, self.job_id, self.script, self.follower.events)
         if self.follower.error or self.follower.is_alive():
             result.faults.append(f"the follower did not come to the end: {self.follower.error or 'it still waits'}")
-        self.tally.stale = self.site.log_text().count("was taken back from this worker")
+        self.tally.stale = self.site.log_text().count(_REFUSED)
         return result
 
     def close(self) -> None:
         self._database.__exit__(None, None, None)
 
+    def watch(self, work: dict[str, Any]) -> None:
+        """Measure from now on when a piece of work goes on, whose worker was just killed."""
+        self.watched[work["id"]] = (work["epoch"], time.monotonic(), False)
+
     def _watch(self) -> None:
         """Note when the work of the killed goes on."""
-        if not self._watched:
+        if not self.watched:
             return
         now = time.monotonic()
         for row in self.query("SELECT id, epoch, state FROM work"):
-            if row["id"] not in self._watched:
+            if row["id"] not in self.watched:
                 continue
-            epoch, since, returned = self._watched[row["id"]]
+            epoch, since, returned = self.watched[row["id"]]
             again = row["epoch"] > epoch or row["state"] == "done"
             if not returned and (again or row["state"] != "leased"):
                 self.tally.returned_s.append(now - since)
-                self._watched[row["id"]] = (epoch, since, True)
+                self.watched[row["id"]] = (epoch, since, True)
             if again:
                 self.tally.resumed_s.append(now - since)
-                del self._watched[row["id"]]
+                del self.watched[row["id"]]
 
     def _reachable(self) -> bool:
         try:
@@ -238,25 +246,48 @@ def purge(run: Run) -> None:
 
 def stop_past_lease(run: Run) -> int:
     """Stop a worker that measures until its work was taken back, then let it go on; return the refused commits."""
+    before = run.site.log_text().count(_REFUSED)
+    for unit, held in _measuring(run):
+        run.site.signal_unit(unit, signal.SIGSTOP)
+        try:
+            taken = _taken(run, held, for_s=LEASE_S + 10 * TICK_S)
+        finally:
+            run.site.signal_unit(unit, signal.SIGCONT)
+        if taken:
+            run.pause(2.0)
+            return run.site.log_text().count(_REFUSED) - before
+    return 0
+
+
+def power_off(run: Run, for_s: float) -> dict[str, float]:
+    """End a worker that measures, for good; return after how many seconds its work was had back, and begun elsewhere.
+
+    What a worker died with goes behind everything else of its study, so the second takes as long as that.
+    """
+    for unit, held in _measuring(run):
+        unit.off = True
+        run.site.end(unit)
+        run.watch(held)
+        start = time.monotonic()
+        while run.watched and time.monotonic() - start < for_s and not run.ended:
+            time.sleep(_POLL_S)
+        unit.off = False
+        if run.tally.returned_s:  # else it had been committed before the end
+            return {"taken_back": run.tally.returned_s.pop(), "begun_elsewhere": run.tally.resumed_s.pop()}
+    return {}
+
+
+def _measuring(run: Run) -> Iterator[tuple[Unit, dict[str, Any]]]:
+    """Give a unit that measures something now, and what, until the job has ended."""
     query = (
         "SELECT w.id, w.epoch, k.pid FROM work w JOIN workers k ON k.id = w.worker_id "
         "WHERE w.state = 'leased' AND w.stage = 'measure' AND w.begun AND w.deaths = 0"
     )
-    before = run.site.log_text().count("was taken back from this worker")
     while not run.ended:
         for held in run.query(query):
             unit = _unit_of(run.site, held["pid"])
-            if unit is None:
-                continue
-            run.site.signal_unit(unit, signal.SIGSTOP)
-            try:
-                taken = _taken(run, held, for_s=LEASE_S + 10 * TICK_S)
-            finally:
-                run.site.signal_unit(unit, signal.SIGCONT)
-            if taken:
-                run.pause(2.0)
-                return run.site.log_text().count("was taken back from this worker") - before
-    return 0
+            if unit is not None:
+                yield unit, held
 
 
 def _unit_of(site: Site, pid: int) -> Unit | None:
@@ -318,10 +349,9 @@ def main() -> int:
     script = script_of(args.trials, sample_s=args.sample_s)
     calm, calm_s = peace(args.database, script, folder / "peace", args.timeout_s)
     print(f"in peace: {calm.trials} trials, winners {calm.winners}, {calm_s:.1f} s; faults: {calm.faults}", flush=True)
-    refused = None
-    with installation(
-        args.database, folder / "chaos", script.document(), lease_s=args.lease_s, second=args.stop_past_lease
-    ) as site:
+    refused, gone = None, {}
+    second = args.stop_past_lease or args.power_off
+    with installation(args.database, folder / "chaos", script.document(), lease_s=args.lease_s, second=second) as site:
         run = Run(site, script, args.timeout_s)
         start = time.monotonic()
         if args.outage:
@@ -329,6 +359,8 @@ def main() -> int:
             outage(run, args.outage)
         if args.stop_past_lease:
             refused = stop_past_lease(run)
+        if args.power_off:
+            gone = power_off(run, for_s=4 * RESUMED_WITHIN_S)
         harass(run, KINDS[args.database], args.kills, rng, args.every_s, args.purge)
         run.wait()
         took = time.monotonic() - start
@@ -340,6 +372,8 @@ def main() -> int:
         faults.append(f"in peace the winners were {calm.winners}, under fire {result.winners}")
     if (made := sum(tally.kills.values())) < args.kills:
         faults.append(f"the job ended after {made} kills; raise --sample-s")
+    if args.power_off and gone.get("taken_back", RESUMED_WITHIN_S) >= RESUMED_WITHIN_S:
+        faults.append(f"the work of the worker that was gone was not had back within {RESUMED_WITHIN_S:.0f} s: {gone}")
     if refused == 0:
         faults.append("the stopped worker's commit was not refused")
     document = {
@@ -358,6 +392,7 @@ def main() -> int:
         "commits_refused_as_stale": tally.stale,
         "taken_back_s": _summary(tally.returned_s),
         "resumed_s": _summary(tally.resumed_s),
+        "powered_off_s": {name: round(s, 1) for name, s in gone.items()},
         "faults": faults,
     }
     _print(document)
@@ -375,6 +410,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--purge", type=int, default=0, help="how often to purge the broker's queues")
     parser.add_argument("--stop-past-lease", action="store_true", help="stop a worker until its work is taken back")
+    parser.add_argument("--power-off", action="store_true", help="end a worker for good; use with --lease-s 45")
     parser.add_argument("--outage", choices=("postgresql", "rabbitmq"), help=f"stop it for {OUTAGE_S:.0f} s; as root")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every-s", type=float, default=0.8, help="mean time between two kills")
@@ -414,7 +450,7 @@ def _machine() -> dict[str, Any]:
 def _print(document: dict[str, Any]) -> None:
     for key in (
         "seconds", "trials", "winners", "kills", "restarts", "purges", "deaths_with_work_begun",
-        "commits_refused_as_stale", "taken_back_s", "resumed_s",
+        "commits_refused_as_stale", "taken_back_s", "resumed_s", "powered_off_s",
     ):  # fmt: skip
         print(f"{key:26} {document[key]}")
     for fault in document["faults"]:

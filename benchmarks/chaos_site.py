@@ -39,7 +39,7 @@ _MARK = "FLASHTUNE_CHAOS_UNIT"
 
 @dataclass
 class Unit:
-    """One thing that a supervisor keeps running. ``starts`` counts how often it was started."""
+    """One thing that a supervisor keeps running. ``starts`` counts how often it was started; ``off``: not now."""
 
     name: str
     kind: str
@@ -48,6 +48,7 @@ class Unit:
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
     died_at: float = 0.0
+    off: bool = False
 
 
 class Site:
@@ -66,7 +67,7 @@ class Site:
 
     def __exit__(self, *_: object) -> None:
         for unit in self.units:
-            self._end(unit)
+            self.end(unit)
         for log in self._logs:
             log.close()
 
@@ -76,7 +77,7 @@ class Site:
             if unit.process is not None and unit.process.poll() is not None:
                 unit.process, unit.died_at = None, time.monotonic()
                 _kill_all(_marked(unit.mark))
-            elif unit.process is None and time.monotonic() - unit.died_at > _RESTART_S:
+            elif unit.process is None and not unit.off and time.monotonic() - unit.died_at > _RESTART_S:
                 self._start(unit)
 
     def processes(self, kind: str) -> list[tuple[Unit, int]]:
@@ -110,10 +111,12 @@ class Site:
         )
         unit.starts += 1
 
-    def _end(self, unit: Unit) -> None:
+    def end(self, unit: Unit) -> None:
+        """Kill all of a unit; ``tend`` starts it again unless it is off."""
         _kill_all(_marked(unit.mark))
         if unit.process is not None:
             unit.process.wait()
+            unit.process = None
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -84,20 +83,17 @@ class Fleet:
         with self._database.read() as session:
             return [self._value(row) for row in session.scalars(query)]
 
-    def readings(self, last: int = 2000) -> list[Reading]:
+    def readings(self, last: int = 5000) -> list[Reading]:
         """Return the newest trials' times of their studies' defaults, for ``tuner.agreement``."""
         query = (
-            select(TrialModel.study_id, TrialModel.worker_id, TrialModel.trial)
-            .where(TrialModel.worker_id.is_not(None), TrialModel.ratio.is_not(None))
+            select(TrialModel.study_id, WorkerModel, TrialModel.default_us)
+            .join(WorkerModel, WorkerModel.id == TrialModel.worker_id)
+            .where(TrialModel.default_us.is_not(None))
             .order_by(TrialModel.id.desc())
             .limit(last)
         )
         with self._database.read() as session:
-            return [
-                Reading(study_id, worker_id, statistics.median(trial["measurement"]["default_us"]))
-                for study_id, worker_id, trial in session.execute(query)
-                if trial["measurement"]
-            ]
+            return [Reading(study, self._value(worker).node, us) for study, worker, us in session.execute(query) if us]
 
     def _value(self, row: WorkerModel) -> WorkerInfo:
         stored: Mapping[str, Any] | None = row.target

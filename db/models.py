@@ -126,6 +126,7 @@ class TrialModel(Base):
     trial: Mapped[dict[str, Any]] = mapped_column(JSON)
     ratio: Mapped[float | None] = mapped_column(Float)
     worker_id: Mapped[str | None] = mapped_column(String(32))  # who measured it, in a fleet
+    default_us: Mapped[float | None] = mapped_column(Float)  # the default's median beside it: do workers agree?
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 

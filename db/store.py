@@ -161,6 +161,13 @@ class Store:
         with self._database.read() as session:
             return [self._study_row(*found) for found in session.execute(query)]
 
+    def published_mark(self) -> tuple[int, int]:
+        """Return what changes whenever ``published`` does, and is cheap to ask: versions only grow."""
+        query = select(func.count(), func.coalesce(func.sum(TunedConfigModel.version), 0))
+        with self._database.read() as session:
+            count, versions = session.execute(query).one()
+            return count, int(versions)
+
     def published(self, *, workload_key: str | None = None) -> list[Published]:
         """Return the newest answer for each workload, target, toolchain and policy, in the order of these."""
         answer = TunedConfigModel

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import statistics
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -127,6 +128,7 @@ class StudyHandle:
 
 def put_trial(connection: Connection, study_id: str, trial: Trial, worker_id: str | None = None) -> None:
     """Store a trial within the caller's transaction; a second one of the same config replaces the first."""
+    measured = trial.measurement
     values = {
         "study_id": study_id,
         "config_key": trial.config.key,
@@ -135,14 +137,18 @@ def put_trial(connection: Connection, study_id: str, trial: Trial, worker_id: st
         "trial": trial.to_dict(),
         "ratio": trial.ratio if trial.ratio is not None and math.isfinite(trial.ratio) else None,
         "worker_id": worker_id,
+        "default_us": statistics.median(measured.default_us) if measured and measured.default_us else None,
         "created_at": datetime.now(UTC),
     }
     connection.execute(_PUT_TRIAL[connection.dialect.name], values)
 
 
+_REPLACED = ("status", "trial", "ratio", "worker_id", "default_us", "created_at")
+
+
 def _put(table: Any) -> Any:
     insert = table.insert(TrialModel).inline()  # nobody asks for the new id
-    replaced = {name: insert.excluded[name] for name in ("status", "trial", "ratio", "worker_id", "created_at")}
+    replaced = {name: insert.excluded[name] for name in _REPLACED}
     return insert.on_conflict_do_update(index_elements=["study_id", "config_key"], set_=replaced)
 
 

@@ -52,10 +52,10 @@ def turns(stage: str, opened: bool) -> Select[str]:
     )
 
 
-def take(clock: Any, lease_s: float, deaths: int) -> ReturningUpdate[Any]:
-    """Lease ready work of one study, as ``in_study``, ``at_stage``, ``count``, ``worker`` and ``begin`` say.
+def take(clock: Any, lease_s: float) -> ReturningUpdate[Any]:
+    """Lease ready work of one study, as ``in_study``, ``at_stage``, ``count`` and ``worker`` say.
 
-    What cost so many ``deaths`` is not begun with the others: it has to be alone.
+    It is begun if ``begin`` says so and it cost fewer deaths than ``alone_from``.
     """
     picked = (
         select(WorkModel.id)
@@ -75,7 +75,7 @@ def take(clock: Any, lease_s: float, deaths: int) -> ReturningUpdate[Any]:
         .values(
             state="leased",
             worker_id=bindparam("worker"),
-            begun=bindparam("begin", type_=Boolean) & (WorkModel.deaths < deaths),
+            begun=bindparam("begin", type_=Boolean) & (WorkModel.deaths < bindparam("alone_from", type_=Integer)),
             lease_until=clock + lease_s,
             epoch=WorkModel.epoch + 1,
             attempts=WorkModel.attempts + 1,

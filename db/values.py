@@ -167,6 +167,11 @@ class WorkerInfo:
     stopped_at: datetime | None = None
     doing: str = ""
 
+    @property
+    def node(self) -> str:
+        """What stays the same when a worker is started again: its host, and its GPU's UUID."""
+        return f"{self.host} {self.target.uuid}".strip() if self.target else self.host
+
     def alive(self, now: datetime | None = None) -> bool:
         return self.stopped_at is None and (now or datetime.now(UTC)) - self.heartbeat_at < SILENT_AFTER
 

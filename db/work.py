@@ -41,7 +41,7 @@ class Work:
 
     def __init__(self, database: Database, lease_s: float = LEASE_S) -> None:
         self._database = database
-        self._take_work = turns.take(database.clock(), lease_s, DEATHS - 1)
+        self._take_work = turns.take(database.clock(), lease_s)
 
     def claim(
         self,
@@ -52,11 +52,12 @@ class Work:
         open_studies: Sequence[str] = (),
         limit: int = 1,
         begin: bool = False,
+        alone_from: int = DEATHS,
     ) -> list[Claim]:
         """Lease up to ``limit`` pieces of work of one study, the one whose turn it is; empty if there is none.
 
         ``keys`` are compile keys or class keys, by the stage. ``begin`` says that the worker starts at once,
-        but for what two died with: that is begun alone, so that a third death is its own.
+        but for what cost ``alone_from`` deaths: that it begins later, alone.
         """
         values = {"keys": list(keys)}
         if open_studies:
@@ -64,7 +65,7 @@ class Work:
         query = turns.TURNS[stage, bool(open_studies)]
         with self._database.write_soft() as connection:
             for study_id in connection.scalars(query, values).all():
-                claims = self._take(connection, worker_id, study_id, stage, limit, begin)
+                claims = self._take(connection, worker_id, study_id, stage, limit, begin, alone_from)
                 if claims:
                     return claims
         return []
@@ -87,7 +88,9 @@ class Work:
             "artifacts": [a.to_dict() for a in artifacts],
         }
         with self._database.write_soft() as connection:
-            _guarded(connection, claim, stage="measure", state="ready", begun=False, worker_id=None, compiled=stored)
+            # whatever died while it compiled, it was not its doing
+            handed_on = {"stage": "measure", "state": "ready", "begun": False, "worker_id": None, "deaths": 0}
+            _guarded(connection, claim, compiled=stored, **handed_on)
 
     def commit_trial(self, claim: Claim, trial: Trial, busy_s: float) -> None:
         """Store the result of a config; it took the device ``busy_s`` seconds. Raises StaleClaim."""
@@ -154,7 +157,14 @@ class Work:
             return session.scalar(query) or 0
 
     def _take(
-        self, connection: Connection, worker_id: str, study_id: str, stage: str, limit: int, begin: bool
+        self,
+        connection: Connection,
+        worker_id: str,
+        study_id: str,
+        stage: str,
+        limit: int,
+        begin: bool,
+        alone_from: int,
     ) -> list[Claim]:
         values = {
             "in_study": study_id,
@@ -162,6 +172,7 @@ class Work:
             "count": limit,
             "worker": worker_id,
             "begin": begin,
+            "alone_from": alone_from,
         }
         rows = sorted(connection.execute(self._take_work, values), key=lambda r: (r.rank, r.id))
         return [_claim(row, worker_id) for row in rows]

@@ -1,7 +1,7 @@
 """Do the GPUs of a class agree? Each measures the same default kernel beside every config that it tries.
 
 A GPU that is throttled, shared or damaged is slow on the default too, and shows in no ratio: so the
-absolute times of the default are compared, within one study and between workers.
+absolute times of the default are compared, within one study and between nodes.
 
     >>> found = deviations([Reading("s", "a", 100.0), Reading("s", "b", 100.0), Reading("s", "c", 110.0)])
     >>> round(found["c"].share, 3), found["c"].suspicious
@@ -21,16 +21,16 @@ SUSPICIOUS = 0.03  # absolute times of H200s of one kind differ by 1 to 2% from 
 
 @dataclass(frozen=True)
 class Reading:
-    """One trial's median time of the default, in microseconds."""
+    """One trial's median time of the default, in microseconds, on one node: a host and its GPU."""
 
     study_id: str
-    worker_id: str
+    node: str
     default_us: float
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """How a worker's times differ from its class's: 0.05 is five percent slower than the median worker."""
+    """How a node's times differ from its class's: 0.05 is five percent slower than the median node."""
 
     share: float
     studies: int
@@ -38,20 +38,20 @@ class Deviation:
 
 
 def deviations(readings: Iterable[Reading]) -> dict[str, Deviation]:
-    """Compare workers that took part in the same studies; those that shared none are left out.
+    """Compare nodes that took part in the same studies; those that shared none are left out.
 
-    A worker's time in a study is the median of its readings. It is held against the median of all
-    workers' times, itself included, so with two workers each deviates by half of their difference.
+    A node's time in a study is the median of its readings. It is held against the median of all nodes'
+    times, itself included, so with two nodes each deviates by half of their difference.
     """
     by_study: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for r in readings:
-        by_study[r.study_id][r.worker_id].append(r.default_us)
+        by_study[r.study_id][r.node].append(r.default_us)
     logs: dict[str, list[float]] = defaultdict(list)
-    for workers in by_study.values():
-        if len(workers) > 1:
-            times = {w: math.log(statistics.median(us)) for w, us in workers.items()}
+    for nodes in by_study.values():
+        if len(nodes) > 1:
+            times = {w: math.log(statistics.median(us)) for w, us in nodes.items()}
             middle = statistics.median(times.values())
-            for worker, time in times.items():
-                logs[worker].append(time - middle)
+            for node, time in times.items():
+                logs[node].append(time - middle)
     found = {w: (math.expm1(statistics.median(offsets)), len(offsets)) for w, offsets in logs.items()}
     return {w: Deviation(share, n, abs(share) > SUSPICIOUS) for w, (share, n) in found.items()}

@@ -72,16 +72,20 @@ class Child:
         timeout_s: float,
         memory_bytes: int | None = None,
         on_event: Callable[[dict[str, Any]], None] | None = None,
+        start: bool = True,
     ) -> dict[str, Any]:
         """Send one message and return its answer.
 
-        Messages from the child with an ``event`` field go to ``on_event`` and renew the deadline.
+        Messages from the child with an ``event`` field go to ``on_event`` and renew the deadline. Without
+        ``start`` the message is for the child that runs, and for no other.
 
         Raises:
             ChildFailure: if the child died, missed the deadline or exceeded its memory; the child
                 is gone then, and the next request starts another.
         """
         if not self.running:
+            if not start:
+                raise self._failure("killed", "was gone before it was asked")
             self.start()
         try:
             os.write(self._to, json.dumps(message).encode() + b"\n")

@@ -16,7 +16,7 @@ from typing import Any
 from tuner.children import KILLS, Child, ChildFailure
 from tuner.compile import Compiled, child_env
 from tuner.config import Config
-from tuner.errors import DefaultError
+from tuner.errors import DefaultError, MachineError
 from tuner.target import Target
 from tuner.trial import Measurement, Trial, TrialStatus, Verification
 from tuner.workload import Workload
@@ -86,6 +86,7 @@ class Sandbox:
 
         Raises:
             DefaultError: if the default does not run or is wrong here.
+            MachineError: if somebody else kills the child again and again.
         """
         bench = Bench(self, workload, default, policy, self._room)
         bench.ensure_open()
@@ -97,13 +98,15 @@ class Sandbox:
         *,
         timeout_s: float | None = None,
         on_event: Callable[[dict[str, Any]], None] | None = None,
+        start: bool = False,
     ) -> dict[str, Any]:
-        """Ask the child, and count the time. Raises ChildFailure."""
-        start = time.monotonic()
+        """Ask the child that runs, or with ``start`` a new one if none does; count the time. Raises ChildFailure."""
+        began = time.monotonic()
         try:
-            return self._child.request(message, timeout_s=timeout_s or self._timeout_s, on_event=on_event)
+            seconds = timeout_s or self._timeout_s
+            return self._child.request(message, timeout_s=seconds, on_event=on_event, start=start)
         finally:
-            self.busy_s += time.monotonic() - start
+            self.busy_s += time.monotonic() - began
 
     def close(self) -> None:
         """Kill the child; the next request starts another."""
@@ -176,17 +179,19 @@ class Bench:
                 self._ask("close")
 
     def ensure_open(self) -> None:
-        """Open the workload in the child that runs now. Raises DefaultError."""
+        """Open the workload in the child that runs now. Raises DefaultError, MachineError."""
         if self._generation and self._generation == self._sandbox.generation:
             return
         family = self._default.family
         for kill in range(1, KILLS + 1):
             try:
-                answer = self._sandbox.request(self._open, timeout_s=_OPEN_TIMEOUT_S)
+                answer = self._sandbox.request(self._open, timeout_s=_OPEN_TIMEOUT_S, start=True)
                 break
             except ChildFailure as e:
-                if e.kind != "killed" or kill == KILLS:
+                if e.kind != "killed":
                     raise DefaultError(f"the default {family} did not survive here: {e}") from None
+                if kill == KILLS:
+                    raise MachineError(f"the measuring child was killed {kill} times while it began: {e}") from None
         if not answer["ok"]:
             raise DefaultError(f"the default {family} does not work here: {answer['error']}; see `flashtune doctor`")
         self._generation = self._sandbox.generation

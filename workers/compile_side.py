@@ -23,6 +23,7 @@ from workers.settings import Settings
 from workers.studies import KnownStudy, Studies
 
 _TURN_S = 1.0
+_ALONE_FROM = DEATHS - 1
 
 log = logging.getLogger("flashtune.worker")
 
@@ -101,13 +102,18 @@ class CompileSide:
             return 0
         claims = patiently(
             lambda: self._store.work.claim(
-                self._info.id, stage="compile", keys=[self._info.compile_key], limit=free, begin=True
+                self._info.id,
+                stage="compile",
+                keys=[self._info.compile_key],
+                limit=free,
+                begin=True,
+                alone_from=_ALONE_FROM,
             )
         )
         for claim in claims:
             self._heart.hold(claim.id)
             held = _Held(claim, self._studies.get(claim.study_id))
-            if claim.deaths >= DEATHS - 1:
+            if claim.deaths >= _ALONE_FROM:
                 self._suspects.append(held)
             else:
                 self._submit(held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from api.fleeting import fleet_rows
 from api.http import schemas
 from api.http.limits import refuse_query
 from api.http.parts import parts_of
@@ -19,4 +20,4 @@ def fleet(request: Request) -> Response:
     refuse_query(request)
     store = parts_of(request).store
     ready = [{"stage": stage, "key": key, "count": n} for (stage, key), n in sorted(store.work.ready().items())]
-    return Json({"workers": [worker.to_dict() for worker in store.fleet.workers()], "ready": ready})
+    return Json({"workers": fleet_rows(store, every=True), "ready": ready})

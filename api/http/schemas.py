@@ -15,7 +15,7 @@ from pydantic.config import JsonDict
 
 from api.http.limits import MAX_PATTERN
 from db.values import JobState
-from tuner.job import MAX_NAME, MAX_WORKLOADS
+from tuner.job import MAX_NAME, MAX_STEP_S, MAX_WORKLOADS
 from tuner.lookup import MatchKind
 from tuner.spec import StudySettings
 from tuner.target import Toolchain
@@ -76,9 +76,9 @@ class SettingsBody(_Exact):
     min_rounds: Annotated[int, Field(ge=5, le=100_000)] = StudySettings.min_rounds
     max_rounds: Annotated[int, Field(ge=5, le=100_000)] = StudySettings.max_rounds
     confidence: Annotated[float, Field(ge=0.5, le=0.9999)] = StudySettings.confidence
-    compile_timeout_s: Annotated[float, Field(ge=0.1, le=86_400)] = StudySettings.compile_timeout_s
-    run_timeout_s: Annotated[float, Field(ge=0.1, le=86_400)] = StudySettings.run_timeout_s
-    compile_memory_bytes: int = StudySettings.compile_memory_bytes
+    compile_timeout_s: Annotated[float, Field(ge=0.1, le=MAX_STEP_S)] = StudySettings.compile_timeout_s
+    run_timeout_s: Annotated[float, Field(ge=0.1, le=MAX_STEP_S)] = StudySettings.run_timeout_s
+    compile_memory_bytes: Annotated[int, Field(ge=64 << 20, le=1 << 42)] = StudySettings.compile_memory_bytes
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = StudySettings.seed
 
 
@@ -220,6 +220,12 @@ class TargetValue(_Exact):
     uuid: str
 
 
+class Deviation(_Exact):
+    share: float
+    studies: int
+    suspicious: bool
+
+
 class Worker(_Exact):
     id: str
     host: str
@@ -233,6 +239,7 @@ class Worker(_Exact):
     heartbeat_at: datetime
     stopped_at: datetime | None
     alive: bool
+    deviation: Deviation | None
 
 
 class Ready(_Exact):

@@ -60,11 +60,6 @@ class Snapshot:
         self._answers: OrderedDict[bytes, Answered] = OrderedDict()
         self._lock = threading.Lock()
 
-    @property
-    def mark(self) -> list[tuple[str, int]]:
-        """Equal exactly for equal answers: a study that answers again publishes a new version."""
-        return [(entry.study_id, entry.version) for entry in self._entries]
-
     def remembered(self, query: bytes) -> Answered | None:
         """Return the answer that this very query string got from this snapshot before."""
         return self._answers.get(query)
@@ -105,6 +100,7 @@ class Winners:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.snapshot: Snapshot | None = None
+        self._mark: tuple[int, int] | None = None
 
     def load(self) -> Snapshot:
         """Ask the store; keep the old snapshot if nothing changed. Blocks.
@@ -112,10 +108,11 @@ class Winners:
         Raises:
             StorageError: if the database does not answer.
         """
-        new, old = Snapshot(self._store.published()), self.snapshot
-        if old is None or new.mark != old.mark:
-            self.snapshot = old = new
-        return old
+        mark = self._store.published_mark()  # before the entries: one that comes between is read again
+        if self.snapshot is None or mark != self._mark:
+            self.snapshot = Snapshot(self._store.published())
+            self._mark = mark
+        return self.snapshot
 
 
 def _kind_of(target: Target, w: Workload) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from benchmarks.chaos import KINDS, Run, harass, script_of, stop_past_lease
+from benchmarks.chaos import KINDS, Run, harass, power_off, script_of, stop_past_lease
 from benchmarks.chaos_checks import Script
 from benchmarks.chaos_site import installation
 
@@ -36,8 +36,8 @@ def test_what_kills_its_worker_each_time_is_quarantined_and_the_job_completes(tm
         assert [d["deaths"] for d in deaths] == [3, 3]
         quarantined = run.query("SELECT data FROM events WHERE kind = 'quarantined'")
         assert sorted(e["data"]["config"] for e in quarantined) == ["variant=2", "variant=4"]
-        # compiling blames nobody for the first death, since several compile at once
-        assert 1 + 3 + 3 <= site.units[0].starts <= 1 + 3 + 4
+        # a death may be blamed on both, while one is measured and the other compiles
+        assert 1 + 3 <= site.units[0].starts <= 1 + 3 + 3
 
 
 def test_a_worker_that_was_stopped_past_its_lease_cannot_commit(tmp_path: Path) -> None:
@@ -49,3 +49,12 @@ def test_a_worker_that_was_stopped_past_its_lease_cannot_commit(tmp_path: Path) 
         assert run.result().faults == []
         assert refused >= 1
         assert [unit.starts for unit in site.units] == [1, 1]
+
+
+def test_the_work_of_a_worker_that_is_gone_goes_on_elsewhere(tmp_path: Path) -> None:
+    script = script_of(24, workloads=2, sample_s=0.02)
+    with installation("sqlite", tmp_path, script.document(), lease_s=2, second=True) as site:
+        run = Run(site, script, timeout_s=150)
+        assert power_off(run, for_s=100).keys() == {"taken_back", "begun_elsewhere"}
+        run.wait()
+        assert run.result().faults == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import KINDS, Run, harass, script_of, stop_past_lease
+from benchmarks.chaos import KINDS, Run, harass, power_off, script_of, stop_past_lease
 from benchmarks.chaos_checks import Script
 from benchmarks.chaos_site import installation, services_missing
 
@@ -61,3 +61,15 @@ def test_a_worker_that_was_stopped_past_its_lease_cannot_commit(tmp_path: Path) 
         run.close()
         assert result.faults == []
         assert refused >= 1
+
+
+def test_the_work_of_a_worker_that_is_gone_goes_on_elsewhere(tmp_path: Path) -> None:
+    script = script_of(40, workloads=2, sample_s=0.03)
+    with installation("postgresql", tmp_path, script.document(), lease_s=2) as site:
+        run = Run(site, script, timeout_s=200)
+        took = power_off(run, for_s=100)
+        run.wait()
+        result = run.result()
+        run.close()
+        assert took.keys() == {"taken_back", "begun_elsewhere"}
+        assert result.faults == []

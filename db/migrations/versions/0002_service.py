@@ -25,6 +25,7 @@ def upgrade() -> None:
     for name, kind, default in _STUDY_COLUMNS:
         op.add_column("studies", sa.Column(name, kind, nullable=False, server_default=default))
     op.add_column("trials", sa.Column("worker_id", sa.String(32)))
+    op.add_column("trials", sa.Column("default_us", sa.Float))
     _create_jobs()
     _create_work()
     _create_events()
@@ -45,6 +46,7 @@ def downgrade() -> None:
         "jobs",
     ):
         op.drop_table(table)
+    op.drop_column("trials", "default_us")
     op.drop_column("trials", "worker_id")
     for name, _, _ in reversed(_STUDY_COLUMNS):
         op.drop_column("studies", name)
