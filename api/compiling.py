@@ -18,7 +18,6 @@ from tuner import families
 from tuner.compile import Compiled, CompilePool
 from tuner.config import Config
 from tuner.errors import InputError
-from tuner.search import Search
 from tuner.spec import StudySettings
 from tuner.target import Target, named
 from tuner.trial import TrialStatus
@@ -91,6 +90,8 @@ def _configs(name: str | None, workload: Workload, target: Target, count: int, s
             reasons = "; ".join(f"{n} {why}" for n, why in refused.items() if families.load(n).compile_in == "cpu")
             raise InputError(f"no family compiles {workload.label} for {target.arch}: {reasons}")
         family = tunable[0]
+    from tuner.search import Search  # heavy, and needed here alone
+
     search = Search(family, workload, target, budget=10**6, seed=seed)
     return [family.stock(workload), *search.ask(count - 1)]
 

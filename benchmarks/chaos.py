@@ -7,7 +7,8 @@
 
 Runs the job once in peace and once under fire, on a database of its own, following it over HTTP
 all the while. Every kind of process is killed as often as the others, at random moments. A piece of
-work that two workers died with is spared a third: that many deaths are a verdict, and the killer is us.
+work that two workers or two children died with is spared a third: that many deaths are a verdict, and
+the killer is us.
 Exits 1 if a trial is lost, doubled, or blamed for what it did not do, or if the winner changed.
 """
 
@@ -58,6 +59,11 @@ OUTCOMES: dict[str, dict[str, Any]] = {
 SPARED_DEATHS = 2
 OUTAGE_S = 30.0
 RESUMED_WITHIN_S = 70.0  # with the default lease, of 45 s
+_STAGES = {"measuring child": "measure", "compiling child": "compile"}
+_HELD = (
+    "SELECT w.id, w.epoch, w.stage, w.begun, w.deaths, k.pid FROM work w "
+    "JOIN workers k ON k.id = w.worker_id WHERE w.state = 'leased'"
+)
 _POLL_S = 0.05
 _REFUSED = "was taken back from this worker"  # what the log says of a StaleClaim
 PACKAGES = ("celery", "kombu", "optuna", "sqlalchemy", "psycopg")
@@ -104,6 +110,7 @@ class Run:
     def __init__(self, site: Site, script: Script, timeout_s: float) -> None:
         self.site, self.script, self.tally = site, script, Tally()
         self._deadline = time.monotonic() + timeout_s
+        self._child_kills: Counter[int] = Counter()  # by work id
         self.watched: dict[int, tuple[int, float, bool]] = {}  # work id: its epoch when killed, when, returned
         self._until(self._reachable, "the API answers")
         job, _ = HttpService(site.url).submit(JobRequest.from_dict(script.request()))
@@ -150,23 +157,24 @@ class Run:
 
     def kill(self, kind: str, rng: random.Random) -> bool:
         """Kill one process of a kind, unless none runs or its work was killed twice already."""
-        costs = kind in ("up", "worker", "pool child")
-        if costs and self.query("SELECT id FROM work WHERE state = 'leased' AND deaths >= :n", n=SPARED_DEATHS):
-            return False
-        held = self.query(
-            "SELECT w.id, w.epoch, k.pid FROM work w JOIN workers k ON k.id = w.worker_id WHERE w.state = 'leased'"
-        )
         found = self.site.processes(kind)
         if not found:
             return False
         unit, pid = rng.choice(found)
-        theirs = {pid} | {p for u, p in self.site.processes("pool child") if u is unit and kind == "worker"}
+        pids = self.site.pids(unit)
+        held = [work for work in self.query(_HELD) if work["pid"] in pids]
+        if kind in _STAGES:
+            held = [work for work in held if work["stage"] == _STAGES[kind]]
+            spared = any(self._child_kills[work["id"]] >= SPARED_DEATHS for work in held)
+            self._child_kills.update(work["id"] for work in held if not spared)
+        else:
+            spared = any(work["deaths"] >= SPARED_DEATHS for work in held)
+        if spared:
+            return False
         os.kill(pid, signal.SIGKILL)
-        if costs:
-            for work in held:
-                if work["pid"] in theirs:
-                    self.watch(work)
         self.tally.kills[kind] += 1
+        for work in held if kind not in _STAGES else ():
+            self.watch(work)
         return True
 
     def result(self) -> Result:
@@ -194,7 +202,10 @@ class Run:
             if row["id"] not in self.watched:
                 continue
             epoch, since, returned = self.watched[row["id"]]
-            again = row["epoch"] > epoch or row["state"] == "done"
+            if row["epoch"] == epoch and row["state"] == "done":  # it was committed just before the kill
+                del self.watched[row["id"]]
+                continue
+            again = row["epoch"] > epoch
             if not returned and (again or row["state"] != "leased"):
                 self.tally.returned_s.append(now - since)
                 self.watched[row["id"]] = (epoch, since, True)
@@ -279,10 +290,7 @@ def power_off(run: Run, for_s: float) -> dict[str, float]:
 
 def _measuring(run: Run) -> Iterator[tuple[Unit, dict[str, Any]]]:
     """Give a unit that measures something now, and what, until the job has ended."""
-    query = (
-        "SELECT w.id, w.epoch, k.pid FROM work w JOIN workers k ON k.id = w.worker_id "
-        "WHERE w.state = 'leased' AND w.stage = 'measure' AND w.begun AND w.deaths = 0"
-    )
+    query = f"{_HELD} AND w.stage = 'measure' AND w.begun AND w.deaths = 0"
     while not run.ended:
         for held in run.query(query):
             unit = _unit_of(run.site, held["pid"])
@@ -422,6 +430,8 @@ def _arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.database == "sqlite" and (args.purge or args.outage):
         parser.error("--purge and --outage are for --database postgresql: embedded, there is no server")
+    if args.keep and args.keep.exists():
+        parser.error(f"--keep {args.keep} is there already; name a new folder")
     return args
 
 
@@ -454,7 +464,7 @@ def _print(document: dict[str, Any]) -> None:
     ):  # fmt: skip
         print(f"{key:26} {document[key]}")
     for fault in document["faults"]:
-        print(f"FAULT {fault}")
+        print(f"FAULT {fault[:400]}")
 
 
 if __name__ == "__main__":

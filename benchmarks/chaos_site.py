@@ -91,6 +91,10 @@ class Site:
                     found.append((unit, pid))
         return found
 
+    def pids(self, unit: Unit) -> list[int]:
+        """Return every process of a unit."""
+        return _marked(unit.mark)
+
     def signal_unit(self, unit: Unit, number: int) -> None:
         """Send a signal to all Python processes of a unit but the children that compile and measure."""
         for pid in _marked(unit.mark):

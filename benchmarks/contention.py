@@ -42,6 +42,8 @@ CONFIGS = 24  # a study
 SAMPLES = tuple(812.0 + 0.37 * i for i in range(40))
 T = TypeVar("T")
 
+_START_S = 120.0  # for all processes to import what they need
+
 
 @dataclass
 class Book:
@@ -168,8 +170,10 @@ def read_in_threads(url: str, _: str, until: float, book: Book) -> None:
         book.add(own)
 
 
-def act(role: str, url: str, name: str, until: float, results: Any) -> None:
+def act(role: str, url: str, name: str, seconds: float, ready: Any, results: Any) -> None:
     """Play one part as a process, and hand back its book."""
+    ready.wait(_START_S)
+    until = time.time() + seconds
     book = Book()
     try:
         if role == "api":
@@ -186,12 +190,15 @@ def measure(folder: Path, seconds: float) -> Book:
     url = f"sqlite:///{folder}/flashtune.db"
     Store.open(url).close()
     spawn = mp.get_context("spawn")
-    results, until = spawn.Queue(), time.time() + seconds + 3.0  # 3 s to start the processes
+    results = spawn.Queue()
     roles = [("api", "api")]
     roles += [("worker", f"w{n}") for n in range(WORKERS)] + [("reader", f"r{n}") for n in range(READER_PROCESSES)]
-    processes = [spawn.Process(target=act, args=(role, url, name, until, results)) for role, name in roles]
+    ready = spawn.Barrier(len(roles) + 1)
+    processes = [spawn.Process(target=act, args=(role, url, name, seconds, ready, results)) for role, name in roles]
     for process in processes:
         process.start()
+    ready.wait(_START_S)
+    until = time.time() + seconds
     while (left := until - time.time()) > 0:
         print(f"\r{left:4.0f} s to go ", end="", file=sys.stderr, flush=True)
         time.sleep(min(1.0, left))

@@ -35,8 +35,9 @@ def add_for_study(where: Session | Connection, study_id: str, kind: str, data: M
     where.execute(_ADD_FOR_STUDY, values)
 
 
-def _for_study() -> Insert:
-    waiting = (JobItemModel.study_id == bindparam("of_study")) & (JobItemModel.state == str(JobState.RUNNING))
+def for_study(study_id: Any) -> Insert:
+    """Return the insert of an event, as ``new_kind``, ``new_at`` and ``new_data`` say, for a study's jobs."""
+    waiting = (JobItemModel.study_id == study_id) & (JobItemModel.state == str(JobState.RUNNING))
     values = select(
         JobItemModel.job_id,
         bindparam("new_kind", type_=EventModel.kind.type),
@@ -47,7 +48,7 @@ def _for_study() -> Insert:
     return insert(EventModel).from_select(columns, values.where(waiting).order_by(JobItemModel.job_id))
 
 
-_ADD_FOR_STUDY = _for_study()
+_ADD_FOR_STUDY = for_study(bindparam("of_study"))
 
 
 def read(database: Database, job_id: str | None, after: str, limit: int) -> list[JobEvent]:

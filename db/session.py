@@ -65,6 +65,7 @@ class Database:
         self.dialect = engine.dialect.name
         self._engine = engine
         self._writer = engine.execution_options(sqlite_begin="BEGIN IMMEDIATE", sqlite_synchronous="FULL")
+        self._single = engine.execution_options(isolation_level="AUTOCOMMIT")
         self._soft_writer = engine.execution_options(sqlite_begin="BEGIN IMMEDIATE", sqlite_synchronous="NORMAL")
         self._read_only = read_only
 
@@ -108,6 +109,14 @@ class Database:
         if self._read_only:
             raise self.error("it was opened read-only", "open it for writing")
         with self.errors(), self._soft_writer.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def one_statement(self) -> Iterator[Connection]:
+        """Give a connection on which each statement is a transaction of its own, and one round trip."""
+        if self._read_only:
+            raise self.error("it was opened read-only", "open it for writing")
+        with self.errors(), self._single.connect() as connection:
             yield connection
 
     def clock(self) -> Any:

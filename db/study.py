@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, bindparam, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -128,9 +128,13 @@ class StudyHandle:
 
 def put_trial(connection: Connection, study_id: str, trial: Trial, worker_id: str | None = None) -> None:
     """Store a trial within the caller's transaction; a second one of the same config replaces the first."""
+    connection.execute(_PUT_TRIAL[connection.dialect.name], {"study_id": study_id, **trial_row(trial, worker_id)})
+
+
+def trial_row(trial: Trial, worker_id: str | None) -> dict[str, Any]:
+    """Return the columns of a trial, but for its study."""
     measured = trial.measurement
-    values = {
-        "study_id": study_id,
+    return {
         "config_key": trial.config.key,
         "family": trial.config.family,
         "status": str(trial.status),
@@ -140,19 +144,29 @@ def put_trial(connection: Connection, study_id: str, trial: Trial, worker_id: st
         "default_us": statistics.median(measured.default_us) if measured and measured.default_us else None,
         "created_at": datetime.now(UTC),
     }
-    connection.execute(_PUT_TRIAL[connection.dialect.name], values)
 
 
 _REPLACED = ("status", "trial", "ratio", "worker_id", "default_us", "created_at")
+_COLUMNS = ("config_key", "family", *_REPLACED)
 
 
-def _put(table: Any) -> Any:
-    insert = table.insert(TrialModel).inline()  # nobody asks for the new id
+def _replacing(insert: Any) -> Any:
     replaced = {name: insert.excluded[name] for name in _REPLACED}
     return insert.on_conflict_do_update(index_elements=["study_id", "config_key"], set_=replaced)
 
 
-_PUT_TRIAL = {"postgresql": _put(postgresql), "sqlite": _put(sqlite)}  # built once: that takes longer than to run it
+def trial_from(ended: Any) -> Any:
+    """Return the insert of a trial of each selected study, its columns as parameters ``put_...``; for PostgreSQL.
+
+    A parameter named like a column would be taken for a new value of every table that has such a column.
+    """
+    columns = TrialModel.__table__.c
+    values = select(ended.c.study_id, *(bindparam(f"put_{name}", type_=columns[name].type) for name in _COLUMNS))
+    return _replacing(postgresql.insert(TrialModel).from_select(["study_id", *_COLUMNS], values))
+
+
+# built once: that takes longer than to run it. inline: nobody asks for the new id
+_PUT_TRIAL = {d.__name__.rpartition(".")[2]: _replacing(d.insert(TrialModel).inline()) for d in (postgresql, sqlite)}
 
 
 def publish(session: Session, row: StudyModel, tuned: TunedConfig, stats: Mapping[str, Any]) -> None:

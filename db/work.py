@@ -12,7 +12,8 @@ stays with the studies that it has open unless another job is more than ten seco
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Connection, Update, case, func, select
@@ -21,7 +22,7 @@ from sqlalchemy.orm import Session
 from db import events, settling, turns
 from db.models import RUNNING, StudyModel, WorkModel
 from db.session import Database
-from db.study import publish, put_trial
+from db.study import publish, put_trial, trial_from, trial_row
 from db.values import Claim, Expired
 from tuner.artifact import Artifact
 from tuner.compile import Compiled
@@ -42,6 +43,11 @@ class Work:
     def __init__(self, database: Database, lease_s: float = LEASE_S) -> None:
         self._database = database
         self._take_work = turns.take(database.clock(), lease_s)
+        self._at_once = {
+            shape: turns.claim_at_once(*shape, database.clock(), lease_s)
+            for shape in turns.TURNS
+            if database.dialect == "postgresql"
+        }
 
     def claim(
         self,
@@ -62,7 +68,14 @@ class Work:
         values = {"keys": list(keys)}
         if open_studies:
             values["open_studies"] = list(open_studies)
-        query = turns.TURNS[stage, bool(open_studies)]
+        shape = stage, bool(open_studies)
+        if self._at_once:
+            taking = {"count": limit, "worker": worker_id, "begin": begin, "alone_from": alone_from}
+            with self._database.one_statement() as connection:
+                claims = _claims(connection.execute(self._at_once[shape], {**values, **taking}), worker_id)
+            if claims:
+                return claims
+        query = turns.TURNS[shape]
         with self._database.write_soft() as connection:
             for study_id in connection.scalars(query, values).all():
                 claims = self._take(connection, worker_id, study_id, stage, limit, begin, alone_from)
@@ -174,10 +187,18 @@ class Work:
             "begin": begin,
             "alone_from": alone_from,
         }
-        rows = sorted(connection.execute(self._take_work, values), key=lambda r: (r.rank, r.id))
-        return [_claim(row, worker_id) for row in rows]
+        return _claims(connection.execute(self._take_work, values), worker_id)
 
     def _end(self, claim: Claim, trial: Trial, busy_s: float, kind: str = "trial") -> None:
+        if self._database.dialect == "postgresql":
+            told = _told(claim.study_id, trial, claim.worker_id)
+            values = {**_lease(claim), "spent_s": busy_s}
+            values |= {f"put_{name}": value for name, value in trial_row(trial, claim.worker_id).items()}
+            values |= {"new_kind": kind, "new_at": datetime.now(UTC), "new_data": told}
+            with self._database.one_statement() as connection:
+                if connection.scalar(_END_AT_ONCE, values) != 1:
+                    raise _stale(claim)
+            return
         with self._database.write_fast() as connection:
             _guarded(connection, claim, state="done", begun=False, busy_s=busy_s)
             _put(connection, claim.study_id, trial, claim.worker_id, kind)
@@ -222,17 +243,26 @@ def _cost(deaths: int, attempts: int) -> str:
 
 def _guarded(connection: Connection, claim: Claim, change: Update = turns.HELD, /, **values: Any) -> None:
     """Change a claim's row if the lease is still the claim's."""
-    lease = {"of_id": claim.id, "of_epoch": claim.epoch, "of_worker": claim.worker_id}
-    if connection.execute(change, {**lease, **values}).rowcount != 1:
-        what = claim.config.label if claim.config else claim.kind
-        raise StaleClaim(
-            f"work {claim.id} ({what}) was taken back from this worker (lease {claim.epoch}); result dropped"
-        )
+    if connection.execute(change, {**_lease(claim), **values}).rowcount != 1:
+        raise _stale(claim)
+
+
+def _lease(claim: Claim) -> dict[str, Any]:
+    return {"of_id": claim.id, "of_epoch": claim.epoch, "of_worker": claim.worker_id}
+
+
+def _stale(claim: Claim) -> StaleClaim:
+    what = claim.config.label if claim.config else claim.kind
+    return StaleClaim(f"work {claim.id} ({what}) was taken back from this worker (lease {claim.epoch}); result dropped")
 
 
 def _put(connection: Connection, study_id: str, trial: Trial, worker_id: str | None, kind: str) -> None:
     put_trial(connection, study_id, trial, worker_id)
-    data = {
+    events.add_for_study(connection, study_id, kind, _told(study_id, trial, worker_id))
+
+
+def _told(study_id: str, trial: Trial, worker_id: str | None) -> dict[str, Any]:
+    return {
         "study": study_id,
         "family": trial.config.family,
         "config": trial.config.label,
@@ -241,13 +271,19 @@ def _put(connection: Connection, study_id: str, trial: Trial, worker_id: str | N
         "error": trial.error[:200],
         "worker": worker_id,
     }
-    events.add_for_study(connection, study_id, kind, data)
+
+
+_END_AT_ONCE = turns.end_at_once(trial_from, lambda ended: events.for_study(ended.c.study_id))
 
 
 def compiled_of(stored: Mapping[str, Any]) -> tuple[Compiled, tuple[Artifact, ...]]:
     """Return what ``commit_compiled`` stored."""
     compiled = Compiled(TrialStatus(stored["status"]), stored["seconds"], "", Resources(**stored["resources"]))
     return compiled, tuple(Artifact.from_dict(a) for a in stored["artifacts"])
+
+
+def _claims(rows: Iterable[Any], worker_id: str) -> list[Claim]:
+    return [_claim(row, worker_id) for row in sorted(rows, key=lambda r: (r.rank, r.id))]
 
 
 def _claim(row: Any, worker_id: str) -> Claim:

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 
 from tuner import families
 from tuner.config import Config
-from tuner.search import Search
 from tuner.spec import StudySettings, StudySpec
 from tuner.trial import Trial, TrialStatus
 
@@ -30,6 +29,8 @@ class Plan:
     """
 
     def __init__(self, spec: StudySpec, settings: StudySettings) -> None:
+        from tuner.search import Search  # Optuna takes 0.3 s to import, and most commands plan nothing
+
         members = [families.load(name.partition("/")[0]) for name in spec.families]
         self.stocks = [f.stock(spec.workload) for f in members]
         self.default = self.stocks[0]

@@ -5,9 +5,13 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+
 from benchmarks.chaos import KINDS, Run, harass, power_off, script_of, stop_past_lease
 from benchmarks.chaos_checks import Script
 from benchmarks.chaos_site import installation
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 KILLS, SEED = 15, 3
 

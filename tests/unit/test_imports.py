@@ -98,3 +98,11 @@ def test_the_command_ignores_packages_of_the_same_name_in_the_working_folder(
     assert done.returncode == 0, done.stderr
     assert "tune" in done.stdout
     assert "lookup" in done.stdout
+
+
+def test_the_command_line_starts_without_what_few_commands_need() -> None:
+    code = "import sys; import api.cli; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "sqlalchemy" in loaded
+    assert not loaded & {"torch", "optuna", "celery", "fastapi", "uvicorn", "alembic", "scipy", "matplotlib"}

@@ -133,7 +133,6 @@ def _create_events() -> None:
         sa.Column("at", _UTC, nullable=False),
         sa.Column("data", sa.JSON, nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_events"),
-        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name="fk_events_job_id"),
         sqlite_autoincrement=True,
     )
     op.create_index("ix_events_job_id_xid_id", "events", ["job_id", "xid", "id"])
