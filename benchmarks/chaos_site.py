@@ -27,6 +27,7 @@ from typing import IO, Any
 
 from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.exc import OperationalError
+from sqlalchemy.pool import NullPool
 
 POSTGRES = os.environ.get("FLASHTUNE_TEST_POSTGRES", "postgresql+psycopg://127.0.0.1:5432/test")
 RABBITMQ = os.environ.get("FLASHTUNE_TEST_RABBITMQ", "127.0.0.1:5672")
@@ -162,7 +163,8 @@ def _fleet(port: int) -> list[Unit]:
 @contextlib.contextmanager
 def own_database() -> Iterator[str]:
     name = f"flashtune_chaos_{uuid.uuid4().hex[:12]}"
-    server = create_engine(POSTGRES, isolation_level="AUTOCOMMIT", connect_args={"connect_timeout": 5})
+    # no pool: the server may have been restarted when the database is dropped
+    server = create_engine(POSTGRES, isolation_level="AUTOCOMMIT", poolclass=NullPool)
     with server.connect() as connection:
         connection.execute(text(f"CREATE DATABASE {name}"))
     try:
@@ -170,7 +172,6 @@ def own_database() -> Iterator[str]:
     finally:
         with server.connect() as connection:
             connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
-        server.dispose()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ from workers.studies import KnownStudy, Studies
 _OPEN_STUDIES = 4  # each holds inputs and references in device memory
 _AHEAD = 4  # claims whose kernels compile here while others are measured
 _TURN_S = 0.2
-_DEFAULT_TRIES = 3  # machines that a study's default may fail on before the study does
+_DEFAULT_TRIES = 3  # times that a study's default may fail on this machine before the study does
 
 log = logging.getLogger("flashtune.worker")
 
@@ -87,6 +87,7 @@ class MeasureSide:
         self._studies, self._planner = Studies(store), Planner(store)
         self._benches: OrderedDict[str, Bench] = OrderedDict()
         self._held: list[_Held] = []
+        self._default_failures: Counter[str] = Counter()  # by study
 
     def step(self) -> bool:
         """Measure one config, hold one study's finals, or claim something. False if there is nothing."""
@@ -188,7 +189,8 @@ class MeasureSide:
             log.warning("%s", e)
         except DefaultError as e:
             self._benches.pop(claim.study_id, None)
-            if claim.attempts >= _DEFAULT_TRIES:
+            self._default_failures[claim.study_id] += 1
+            if self._default_failures[claim.study_id] >= _DEFAULT_TRIES:
                 error = str(e)
                 patiently(lambda: self._store.planning.fail_study(claim.study_id, error))
             else:
@@ -264,7 +266,11 @@ class MeasureSide:
             while len(self._benches) >= _OPEN_STUDIES:
                 self._forget(next(iter(self._benches)))
             default = families.load(spec.families[0].partition("/")[0]).stock(spec.workload)
-            compiled = held.needs[default.key].result()
+            needed = held.needs.get(default.key)
+            if needed is None:  # the study was open when this was claimed, and was closed for others since
+                there = patiently(lambda: self._store.planning.compiled(study_id))
+                needed = self._compiled(default, held.study, there.get(default.key))
+            compiled = needed.result()
             if compiled.status is not TrialStatus.OK:
                 raise DefaultError(f"the default {default.family} does not compile here: {compiled.error}")
             self._benches[study_id] = self._sandbox.open(spec.workload, default, spec.policy)
