@@ -32,7 +32,7 @@ from sqlalchemy.pool import NullPool
 POSTGRES = os.environ.get("FLASHTUNE_TEST_POSTGRES", "postgresql+psycopg://127.0.0.1:5432/test")
 RABBITMQ = os.environ.get("FLASHTUNE_TEST_RABBITMQ", "127.0.0.1:5672")
 FLASHTUNE = str(Path(sys.executable).with_name("flashtune"))
-_WORKER = [sys.executable, "-P", "-c", "import typer; from api.working import worker; typer.run(worker)"]
+_WORKER = [sys.executable, "-P", "-m", "api.cli", "worker"]
 LEASE_S, TICK_S = 3.0, 0.5
 _RESTART_S = 0.2  # between a death and the next start
 _MARK = "FLASHTUNE_CHAOS_UNIT"
