@@ -18,9 +18,19 @@ from tuner.errors import ConfigError
 
 Param = int | str | bool
 
-_PAIRS = (("tile_m", "tile_n"), ("q_block", "kv_block"))
-_UNSAID = (("q_blocks", 1),)
-_SHORT = {"mma_pv_is_rs": "rs", "intra_wg_overlap": "overlap", "num_stages": "stages"}
+_PAIRS = (("tile_m", "tile_n"), ("BLOCK_M", "BLOCK_N"), ("q_block", "kv_block"))
+_UNSAID = (("q_blocks", 1), ("kv_blocks", 1), ("kv_stage", 0), ("num_splits", 1), ("dQ_reduce_ncol", 0))
+_SHORT = {
+    "mma_pv_is_rs": "rs",
+    "intra_wg_overlap": "overlap",
+    "num_stages": "stages",
+    "num_warps": "warps",
+    "two_cta": "2cta",
+    "use_clc_scheduler": "clc",
+    "num_splits": "splits",
+    "ex2_emu_freq": "ex2",
+    "num_regs": "regs",
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class Config:
             if value is True:
                 words.append(_SHORT.get(name, name))
             elif isinstance(value, str):
-                words.append(value)
+                words.append(f"{_SHORT[name]}={value}" if name in _SHORT else value)
             elif value is not False and (name, value) not in _UNSAID:
                 words.append(f"{_SHORT.get(name, name)}={value}")
         return " ".join(words) or "stock"

@@ -30,12 +30,13 @@ class TrialStatus(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Resources:
-    """What the compiled code takes, read from the cubin; None where a family has no such figure."""
+    """What the compiled code takes, read from the cubin or counted; None where a family has no such figure."""
 
     registers: int | None = None  # per thread at launch
     spill_bytes: int | None = None  # stack frame per thread: what does not fit the registers
     smem_bytes: int | None = None  # shared memory of one block, static and dynamic
     code_bytes: int | None = None
+    tmem_columns: int | None = None  # of 32 bits, in one SM's tensor memory; Blackwell only
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

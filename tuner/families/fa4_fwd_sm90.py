@@ -6,12 +6,13 @@ Owns the tunables and their constraints. What tiles take is in ``fa4_tiles``, th
 tunable             meaning (FA4's own names where it has one)
 ==================  ======================================================================
 mask                ``native``: FA4's causal and window arguments; ``block``: a mask_mod with
-                    a BlockMask, whose sizes follow the tiles
+                    a BlockMask, whose sizes follow the tiles; ``partial``: the same with
+                    every visible block in the list of partial ones
 tile_m, tile_n      rows of Q and of K/V that one thread block works on
 mma_pv_is_rs        keep P in registers for the second product instead of shared memory
 intra_wg_overlap    overlap the next QK product with this softmax
 num_stages          depth of the K/V pipeline (2 in FA4, a literal)
-q_blocks            BlockMask's Q block in units of tile_m (``block`` only)
+q_blocks            BlockMask's Q block in units of tile_m (not ``native``)
 pack_gqa            fold the query heads of one K/V head into the rows of a tile
 ==================  ======================================================================
 """
@@ -71,7 +72,7 @@ class Fa4FwdSm90:
         return Config.make(self.name, self.version)
 
     def space(self, workload: Workload) -> Space:
-        masks = [m for m in ("native", "block") if not mask_refused(m, workload)]
+        masks = [m for m in ("native", "block", "partial") if not mask_refused(m, workload)]
         block = "block" in masks
         return {
             "mask": tuple(masks),
@@ -96,9 +97,10 @@ class Fa4FwdSm90:
                 intra_wg_overlap=overlap,
                 num_stages=2,
                 q_blocks=1,
-                pack_gqa=workload.heads_q > workload.heads_kv and mask == "native",
+                pack_gqa=workload.heads_q > workload.heads_kv,
             )
             for mask in self.space(workload)["mask"]
+            if mask != "partial"  # seldom the better list, and as many configs again
             for tile_m, tile_n, rs, overlap in _FIRST
         )
 
@@ -110,8 +112,6 @@ class Fa4FwdSm90:
             return reason
         if native and config["q_blocks"] != 1:
             return "q_blocks sizes a BlockMask, and mask=native has none"
-        if config["pack_gqa"] and not native:
-            return "pack_gqa folds heads into rows, which a per-row BlockMask does not follow"
         if config["pack_gqa"] and workload.heads_q == workload.heads_kv:
             return "pack_gqa needs more query heads than K/V heads"
         groups, tile_n = int(config["tile_m"]) // 64, int(config["tile_n"])
@@ -131,7 +131,8 @@ class Fa4FwdSm90:
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
         if not uses_block_mask(config, workload):
             return {}
-        return {"block_size": list(block_size(config))}
+        extras: dict[str, Any] = {"block_size": list(block_size(config))}
+        return extras if config.get("mask") != "partial" else {**extras, "full_blocks": False}
 
     def compile(self, config: Config, workload: Workload, room: Room) -> Built:
         from tuner.families import fa4_launch

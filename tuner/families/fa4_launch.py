@@ -31,7 +31,9 @@ compiled_here: list[str] = []  # hashes of kernels that this process compiled, n
 class _Cache(JITPersistentCache):  # type: ignore[misc]
     """FA4's disk cache, which also notes what was compiled. FA4 asks it in every call: keep it that quick."""
 
-    last_object: Path | None = None  # of the newest call, where nothing is loaded
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked: list[Path] = []  # objects that calls needed, where nothing is loaded; newest last
 
     def __setitem__(self, key: Any, fn: Any) -> None:
         compiled_here.append(self._key_to_hash(key))
@@ -45,8 +47,9 @@ class _Objects(_Cache):
     """
 
     def __contains__(self, key: Any) -> bool:
-        self.last_object = self.cache_path / f"{self._key_to_hash(key)}.o"
-        return self.last_object.exists() and self.last_object.stat().st_size > 0
+        needed = self.cache_path / f"{self._key_to_hash(key)}.o"
+        self.asked.append(needed)
+        return bool(needed.exists() and needed.stat().st_size > 0)
 
 
 _caches: dict[tuple[Path, bool], _Cache] = {}
@@ -54,18 +57,24 @@ _caches: dict[tuple[Path, bool], _Cache] = {}
 
 def note_compiles(cache_dir: Path) -> None:
     """Put a noting cache in the place of FA4's own, for stock calls and FlexAttention's FLASH backend."""
-    interface._flash_attn_fwd.compile_cache = _cache(_shipped(cache_dir), load=True)
+    interface._flash_attn_fwd.compile_cache = cache_at(shipped(cache_dir), load=True)
 
 
-def _cache(path: Path, load: bool) -> _Cache:
+def cache_at(path: Path, load: bool) -> _Cache:
+    """Return this process's cache of kernels in a folder; with ``load`` off, a file there is enough."""
     if (path, load) not in _caches:
         _caches[path, load] = _Cache(path) if load else _Objects(path)
     return _caches[path, load]
 
 
-def _shipped(cache_dir: Path) -> Path:
-    """Where FA4 itself keeps its forward kernels, given the cache folder that children get."""
-    return cache_dir / "fa4" / "shipped" / str(_compute_source_fingerprint()) / "fwd"
+def shipped(cache_dir: Path, part: str = "fwd") -> Path:
+    """Where FA4 itself keeps its kernels of one part, given the cache folder that children get."""
+    return cache_dir / "fa4" / "shipped" / fingerprint() / part
+
+
+def fingerprint() -> str:
+    """Return FA4's own digest of its sources and of what they compile with."""
+    return str(_compute_source_fingerprint())
 
 
 @contextmanager
@@ -77,10 +86,10 @@ def _stages(config: Config, room: Room, load: bool) -> Iterator[_Cache]:
     """
     original, original_cache = interface.FlashAttentionForwardSm90, interface._flash_attn_fwd.compile_cache
     if config.is_stock:
-        cache = _cache(_shipped(room.cache_dir), load)
+        cache = cache_at(shipped(room.cache_dir), load)
     else:
         stages = int(config["num_stages"])
-        cache = _cache(room.cache_dir / "fa4" / f"stages{stages}" / _compute_source_fingerprint(), load)
+        cache = cache_at(room.cache_dir / "fa4" / f"stages{stages}" / fingerprint(), load)
         interface.FlashAttentionForwardSm90 = lambda *args, **kw: original(*args, **{**kw, "num_stages": stages})
     interface._flash_attn_fwd.compile_cache = cache
     try:
@@ -93,24 +102,18 @@ def _stages(config: Config, room: Room, load: bool) -> Iterator[_Cache]:
 def compile_fwd(config: Config, workload: Workload, room: Room) -> Built:
     """Compile one config into the room's cache without a GPU, and read its figures from the cubin."""
     with FakeTensorMode(), _stages(config, room, load=False) as cache:
-        dtype = getattr(torch, workload.dtype)
-        w = workload
-        q = torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim, dtype=dtype, device="cuda")
-        k = torch.empty(w.batch, w.seqlen_k, w.heads_kv, w.head_dim, dtype=dtype, device="cuda")
-        v = torch.empty(w.batch, w.seqlen_k, w.heads_kv, w.head_dim_v, dtype=dtype, device="cuda")
-        out = torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim_v, dtype=dtype, device="cuda")
-        lse = torch.empty(w.batch, w.heads_q, w.seqlen_q, dtype=torch.float32, device="cuda")
-        arguments = _arguments(config, workload, _fake_block_sparsity(config, workload))
+        q, k, v, out, lse = tensors(workload)
+        arguments = _arguments(config, workload, _block_lists(config, workload, fake=True))
         interface._flash_attn_fwd(q, k, v, out=out, lse=lse, **arguments)
-    assert cache.last_object is not None
-    found = cubin.resources(cache.last_object)
+    needed = cache.asked[-1]
+    found = cubin.resources(needed)
     smem = None if config.is_stock else smem_bytes(config, workload)
-    return Built(Resources(found.registers, found.spill_bytes, smem, found.code_bytes), (cache.last_object,))
+    return Built(Resources(found.registers, found.spill_bytes, smem, found.code_bytes), (needed,))
 
 
 def build_fwd(config: Config, workload: Workload, room: Room) -> Kernel:
     """Return the kernel on this process's GPU, loaded from the room's cache."""
-    arguments = _arguments(config, workload, _real_block_sparsity(config, workload))
+    arguments = _arguments(config, workload, _block_lists(config, workload, fake=False))
     w = workload
     lse = torch.empty(w.batch, w.heads_q, w.seqlen_q, dtype=torch.float32, device="cuda")
 
@@ -129,25 +132,19 @@ def build_fwd(config: Config, workload: Workload, room: Room) -> Kernel:
     return run_tuned
 
 
+def tensors(workload: Workload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return unfilled q, k, v, out and LSE of a workload; under FakeTensorMode they take no memory."""
+    w, dtype = workload, getattr(torch, workload.dtype)
+    q = torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim, dtype=dtype, device="cuda")
+    k = torch.empty(w.batch, w.seqlen_k, w.heads_kv, w.head_dim, dtype=dtype, device="cuda")
+    v = torch.empty(w.batch, w.seqlen_k, w.heads_kv, w.head_dim_v, dtype=dtype, device="cuda")
+    out = torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim_v, dtype=dtype, device="cuda")
+    return q, k, v, out, torch.empty(w.batch, w.heads_q, w.seqlen_q, dtype=torch.float32, device="cuda")
+
+
 def _arguments(config: Config, workload: Workload, sparsity: BlockSparseTensorsTorch | None) -> dict[str, Any]:
     """Return FA4's keyword arguments for a config; the same for fake and for real tensors."""
-    pattern = workload.pattern
-    arguments: dict[str, Any] = {}
-    if sparsity is not None:
-        arguments["mask_mod"] = pattern_cute.mask_mod(workload)
-        arguments["block_sparse_tensors"] = sparsity
-        if pattern.mask("document"):
-            arguments["aux_tensors"] = [pattern_torch.document_ids(workload, "cuda")]
-    elif window := pattern.mask("sliding_window"):
-        # FA4 counts the keys to the left of the query, so a window of w tokens is w - 1 of them
-        arguments["window_size_left"] = int(window["window"]) - 1  # type: ignore[arg-type]
-        arguments["window_size_right"] = 0
-    else:
-        arguments["causal"] = pattern.mask("causal") is not None
-    if pattern.score("alibi") or not config.is_stock:
-        arguments["score_mod"] = pattern_cute.score_mod(workload)
-    else:
-        arguments["softcap"] = pattern_torch.softcap_of(workload)
+    arguments = pattern_arguments(config, workload, sparsity)
     if not config.is_stock:
         arguments["tile_mn"] = (config["tile_m"], config["tile_n"])
         arguments["mma_pv_is_rs"] = config["mma_pv_is_rs"]
@@ -156,27 +153,51 @@ def _arguments(config: Config, workload: Workload, sparsity: BlockSparseTensorsT
     return arguments
 
 
-def _fake_block_sparsity(config: Config, workload: Workload) -> BlockSparseTensorsTorch | None:
-    """Return block lists of the right shapes and strides, for compiling."""
+def pattern_arguments(config: Config, workload: Workload, sparsity: BlockSparseTensorsTorch | None) -> dict[str, Any]:
+    """Return the forward's keyword arguments for a pattern; the scores are ours unless stock can do them."""
+    arguments = mask_arguments(workload, sparsity)
+    if workload.pattern.score("alibi") or not config.is_stock:
+        arguments["score_mod"] = pattern_cute.score_mod(workload)
+    else:
+        arguments["softcap"] = pattern_torch.softcap_of(workload)
+    return arguments
+
+
+def mask_arguments(workload: Workload, sparsity: BlockSparseTensorsTorch | None) -> dict[str, Any]:
+    """Return the keyword arguments for a pattern's masks, in either direction: native without block lists."""
+    pattern = workload.pattern
+    if sparsity is not None:
+        arguments = {"mask_mod": pattern_cute.mask_mod(workload), "block_sparse_tensors": sparsity}
+        if pattern.mask("document"):
+            arguments["aux_tensors"] = [pattern_torch.document_ids(workload, "cuda")]
+        return arguments
+    if window := pattern.mask("sliding_window"):
+        # FA4 counts the keys to the left of the query, so a window of w tokens is w - 1 of them
+        return {"window_size_left": int(window["window"]) - 1, "window_size_right": 0}  # type: ignore[arg-type]
+    return {"causal": pattern.mask("causal") is not None}
+
+
+def _block_lists(config: Config, workload: Workload, *, fake: bool) -> BlockSparseTensorsTorch | None:
     if not uses_block_mask(config, workload):
         return None
-    bq, bkv = block_size(config)
-    rows, columns = -(-workload.seqlen_q // bq), -(-workload.seqlen_k // bkv)
+    lists = fake_lists if fake else real_lists
+    return lists(workload, block_size(config), full=config.get("mask") != "partial")
+
+
+def fake_lists(workload: Workload, size: tuple[int, int], *, full: bool) -> BlockSparseTensorsTorch:
+    """Return block lists of the right shapes and strides, for compiling; without full ones if not ``full``."""
+    rows, columns = -(-workload.seqlen_q // size[0]), -(-workload.seqlen_k // size[1])
     count = torch.empty(1, 1, rows, dtype=torch.int32, device="cuda")
     index = torch.empty(1, 1, rows, columns, dtype=torch.int32, device="cuda")
-    return BlockSparseTensorsTorch(count, index, count, index, block_size=(bq, bkv))
+    return BlockSparseTensorsTorch(count, index, *((count, index) if full else (None, None)), block_size=size)
 
 
-def _real_block_sparsity(config: Config, workload: Workload) -> BlockSparseTensorsTorch | None:
-    """Return the block lists of the pattern, from FlexAttention's BlockMask."""
-    if not uses_block_mask(config, workload):
-        return None
-    from torch.nn.attention.flex_attention import create_block_mask
+def real_lists(workload: Workload, size: tuple[int, int], *, full: bool) -> BlockSparseTensorsTorch:
+    """Return the block lists of the pattern, from FlexAttention's BlockMask; all in one list if not ``full``."""
+    from tuner.families import flex
 
-    size = block_size(config)
-    keep = pattern_torch.mask_mod(workload, "cuda")
-    assert keep is not None
-    mask = create_block_mask(keep, None, None, workload.seqlen_q, workload.seqlen_k, device="cuda", BLOCK_SIZE=size)
+    mask = flex.make_block_mask(workload, "cuda", size, full_blocks=full)
+    assert mask is not None
     return BlockSparseTensorsTorch(
         mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, block_size=size
     )
