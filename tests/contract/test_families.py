@@ -303,6 +303,19 @@ def test_on_neither_hopper_nor_blackwell_triton_is_what_can_be_tuned(arch: str, 
     assert all(f"needs sm_{n}" in refused[f"fa4_fwd_sm{n}"] for n in (90, 100))
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_where_fa4_can_be_tuned_triton_competes_only_if_named(arch: str) -> None:
+    """Its configs compile on the GPU, one by one: a study would take minutes longer to say what is known."""
+    fa4 = f"fa4_fwd_{arch.rstrip('a').replace('_', '')}"
+    able, refused = families.able(Workload(**BASE), named(arch))
+    assert [f.name for f in able if f.space(Workload(**BASE))] == [fa4]
+    assert refused["flex_triton"] == f"competes only if named where {fa4} can"
+    able, _ = families.able(Workload(**BASE), named(arch), [fa4, "flex_triton"])
+    assert [f.name for f in able] == [fa4, "flex_triton"]
+    able, _ = families.able(Workload(**BASE, dtype="float32"), named(arch))
+    assert "flex_triton" in [f.name for f in able]
+
+
 @pytest.mark.parametrize("name", [n for n in ALL if families.load(n).compile_in == "nowhere"])
 def test_what_is_compiled_nowhere_gives_no_files(name: str, tmp_path: Path) -> None:
     family = families.load(name)

@@ -30,6 +30,10 @@ REGISTRY: dict[str, str] = {
     "fake": "tuner.families.fake:FAMILY",
 }
 
+# Compete only where no other family has anything to tune, or if named. Triton's compiles on the GPU, one
+# config after the other at about ten seconds each, and FA4's kernels beat it 1.2 to 3 times where they run.
+SECOND_CHOICE = ("flex_triton",)
+
 # Never compete unless named: the instruments of honesty checks.
 INSTRUMENTS: dict[str, str] = {
     "decoy": "tuner.families.decoy:FAMILY",
@@ -67,4 +71,10 @@ def able(workload: Workload, target: Target, only: Sequence[str] = ()) -> tuple[
             refused[name] = reason
         else:
             can.append(family)
+    first = [f.name for f in can if f.name not in SECOND_CHOICE and f.space(workload)]
+    if first and not only:
+        refused |= {
+            f.name: f"competes only if named where {' and '.join(first)} can" for f in can if f.name in SECOND_CHOICE
+        }
+        can = [f for f in can if f.name not in SECOND_CHOICE]
     return can, refused
