@@ -18,9 +18,20 @@ from tuner.errors import ConfigError
 
 Param = int | str | bool
 
-_PAIRS = (("tile_m", "tile_n"), ("q_block", "kv_block"))
-_UNSAID = (("q_blocks", 1),)
-_SHORT = {"mma_pv_is_rs": "rs", "intra_wg_overlap": "overlap", "num_stages": "stages"}
+_PAIRS = (("tile_m", "tile_n"), ("m_block_size", "n_block_size"), ("q_block", "kv_block"))
+_UNSAID = (("q_blocks", 1), ("num_wg", 2))
+_SHORT = {
+    "mma_pv_is_rs": "rs",
+    "intra_wg_overlap": "overlap",
+    "num_stages": "stages",
+    "num_stages_Q": "Q",
+    "num_stages_dO": "dO",
+    "num_stages_PdS": "PdS",
+    "AtomLayoutMSdP": "MSdP",
+    "AtomLayoutNdKV": "NdKV",
+    "AtomLayoutMdQ": "MdQ",
+    "num_wg": "wg",
+}
 
 
 @dataclass(frozen=True)
