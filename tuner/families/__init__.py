@@ -22,6 +22,7 @@ REGISTRY: dict[str, str] = {
     "flex_triton_stock": "tuner.families.flex_stock:TRITON",
     "cudnn": "tuner.families.sdpa:CUDNN",
     "fa4_fwd_sm90": "tuner.families.fa4_fwd_sm90:FAMILY",
+    "fa4_bwd_sm90": "tuner.families.fa4_bwd_sm90:FAMILY",
     "fa4_fwd_sm100": "tuner.families.fa4_fwd_sm100:FAMILY",
     "fa4_bwd_sm100": "tuner.families.fa4_bwd_sm100:FAMILY",
     "flex_triton": "tuner.families.flex_triton:FAMILY",

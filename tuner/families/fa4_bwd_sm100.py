@@ -52,13 +52,9 @@ class Fa4BwdSm100:
             return f"computes bwd, not {workload.op}"
         if reason := cannot_on_sm100(workload, target):
             return reason
-        if workload.pattern.score("alibi"):
-            return "has no gradient of alibi here yet"
         lists = bool(mask_refused("native", workload))
         if workload.head_dim == 256 and (lists or workload.pattern.scores):
-            return (
-                f"FA4's backward for head_dim 256 has neither a BlockMask nor softcap, which {workload.pattern} needs"
-            )
+            return f"FA4's backward for head_dim 256 takes neither a BlockMask nor a softcap: not {workload.pattern}"
         if workload.deterministic and lists:
             return f"is deterministic under {workload.pattern} only with an order of writes that is not built here yet"
         return ""

@@ -2,83 +2,30 @@
 
 Both must pass exactly the same arguments, since FA4's compile key holds every one of them: a call
 that differs compiles again, silently, in the measuring process. So there is one function here that
-makes the arguments, and a cache that tells when it compiled.
+makes the arguments, and a cache (``fa4_cache``) that tells when it compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from flash_attn.cute import interface
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.cache_utils import JITPersistentCache, _compute_source_fingerprint
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tuner.config import Config
-from tuner.families import cubin, pattern_cute, pattern_torch
+from tuner.families import cubin, fa4_cache, pattern_cute, pattern_torch
 from tuner.families.base import Built, Kernel, Room
 from tuner.families.fa4_tiles import block_size, smem_bytes, uses_block_mask
 from tuner.trial import Resources
 from tuner.workload import Workload
 
-compiled_here: list[str] = []  # hashes of kernels that this process compiled, not loaded
-
-
-class _Cache(JITPersistentCache):  # type: ignore[misc]
-    """FA4's disk cache, which also notes what was compiled. FA4 asks it in every call: keep it that quick."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.asked: list[Path] = []  # objects that calls needed, where nothing is loaded; newest last
-
-    def __setitem__(self, key: Any, fn: Any) -> None:
-        compiled_here.append(self._key_to_hash(key))
-        super().__setitem__(key, fn)
-
-
-class _Objects(_Cache):
-    """The cache where nothing runs: an object on disk is enough, and loading one needs a driver.
-
-    One that only memory holds is not: it is the file that travels to the machines that measure.
-    """
-
-    def __contains__(self, key: Any) -> bool:
-        needed = self.cache_path / f"{self._key_to_hash(key)}.o"
-        self.asked.append(needed)
-        return bool(needed.exists() and needed.stat().st_size > 0)
-
-
-_caches: dict[tuple[Path, bool], _Cache] = {}
-
-
-def note_compiles(cache_dir: Path) -> None:
-    """Put a noting cache in the place of FA4's own, for stock calls and FlexAttention's FLASH backend."""
-    interface._flash_attn_fwd.compile_cache = cache_at(shipped(cache_dir), load=True)
-
-
-def cache_at(path: Path, load: bool) -> _Cache:
-    """Return this process's cache of kernels in a folder; with ``load`` off, a file there is enough."""
-    if (path, load) not in _caches:
-        _caches[path, load] = _Cache(path) if load else _Objects(path)
-    return _caches[path, load]
-
-
-def shipped(cache_dir: Path, part: str = "fwd") -> Path:
-    """Where FA4 itself keeps its kernels of one part, given the cache folder that children get."""
-    return cache_dir / "fa4" / "shipped" / fingerprint() / part
-
-
-def fingerprint() -> str:
-    """Return FA4's own digest of its sources and of what they compile with."""
-    return str(_compute_source_fingerprint())
-
 
 @contextmanager
-def _stages(config: Config, room: Room, load: bool) -> Iterator[_Cache]:
+def _stages(config: Config, room: Room, load: bool) -> Iterator[fa4_cache.Cache]:
     """Make FA4 build with the config's number of K/V stages inside the with-block.
 
     The number is a literal at FA4's call and not in its compile key, so the class is wrapped and
@@ -86,10 +33,10 @@ def _stages(config: Config, room: Room, load: bool) -> Iterator[_Cache]:
     """
     original, original_cache = interface.FlashAttentionForwardSm90, interface._flash_attn_fwd.compile_cache
     if config.is_stock:
-        cache = cache_at(shipped(room.cache_dir), load)
+        cache = fa4_cache.cache(fa4_cache.shipped(room.cache_dir, "fwd"), load)
     else:
         stages = int(config["num_stages"])
-        cache = cache_at(room.cache_dir / "fa4" / f"stages{stages}" / fingerprint(), load)
+        cache = fa4_cache.cache(fa4_cache.own(room.cache_dir, f"stages{stages}"), load)
         interface.FlashAttentionForwardSm90 = lambda *args, **kw: original(*args, **{**kw, "num_stages": stages})
     interface._flash_attn_fwd.compile_cache = cache
     try:
@@ -105,10 +52,10 @@ def compile_fwd(config: Config, workload: Workload, room: Room) -> Built:
         q, k, v, out, lse = tensors(workload)
         arguments = _arguments(config, workload, _block_lists(config, workload, fake=True))
         interface._flash_attn_fwd(q, k, v, out=out, lse=lse, **arguments)
-    needed = cache.asked[-1]
-    found = cubin.resources(needed)
+    made = cache.asked[-1]
+    found = cubin.resources(made)
     smem = None if config.is_stock else smem_bytes(config, workload)
-    return Built(Resources(found.registers, found.spill_bytes, smem, found.code_bytes), (needed,))
+    return Built(Resources(found.registers, found.spill_bytes, smem, found.code_bytes), (made,))
 
 
 def build_fwd(config: Config, workload: Workload, room: Room) -> Kernel:
@@ -154,7 +101,7 @@ def _arguments(config: Config, workload: Workload, sparsity: BlockSparseTensorsT
 
 
 def pattern_arguments(config: Config, workload: Workload, sparsity: BlockSparseTensorsTorch | None) -> dict[str, Any]:
-    """Return the forward's keyword arguments for a pattern; the scores are ours unless stock can do them."""
+    """Return the forward's arguments for a pattern; its scores are ours, unless stock has an argument for them."""
     arguments = mask_arguments(workload, sparsity)
     if workload.pattern.score("alibi") or not config.is_stock:
         arguments["score_mod"] = pattern_cute.score_mod(workload)
@@ -164,10 +111,10 @@ def pattern_arguments(config: Config, workload: Workload, sparsity: BlockSparseT
 
 
 def mask_arguments(workload: Workload, sparsity: BlockSparseTensorsTorch | None) -> dict[str, Any]:
-    """Return the keyword arguments for a pattern's masks, in either direction: native without block lists."""
+    """Return FA4's arguments for a pattern's masks: block lists with a mask_mod, or its native ones."""
     pattern = workload.pattern
     if sparsity is not None:
-        arguments = {"mask_mod": pattern_cute.mask_mod(workload), "block_sparse_tensors": sparsity}
+        arguments: dict[str, Any] = {"mask_mod": pattern_cute.mask_mod(workload), "block_sparse_tensors": sparsity}
         if pattern.mask("document"):
             arguments["aux_tensors"] = [pattern_torch.document_ids(workload, "cuda")]
         return arguments

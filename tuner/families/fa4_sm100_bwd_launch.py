@@ -6,8 +6,7 @@ conversions of float32 sums after it. Their compile keys name no architecture, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -17,51 +16,37 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tuner.config import Config
-from tuner.families import fa4_launch, flex, pattern_torch
+from tuner.families import fa4_cache, fa4_launch, flex, pattern_cute, pattern_torch
 from tuner.families import fa4_sm100_tiles as tiles
 from tuner.families.base import Built, Kernel, Room
 from tuner.families.fa4_bwd_sm100 import block_size, dq_stages, tmem_columns
-from tuner.families.fa4_sm100_launch import built, folder, fresh, swapped
+from tuner.families.fa4_sm100_launch import built, swapped, using
 from tuner.families.fa4_tiles import uses_block_mask
 from tuner.workload import Workload
 
-# Functions of FA4 that compile one kernel each, and FA4's names of their cache folders.
-_PARTS = (
-    (interface._flash_attn_bwd, "bwd"),
-    (interface._bwd_preprocess, "bwd_pre"),
-    (interface._bwd_postprocess_convert, "bwd_post"),
-)
 
-
-@contextmanager
-def _backward(config: Config, room: Room, load: bool) -> Iterator[list[Any]]:
-    """Make FA4's backward build and find a config's kernels inside the with-block; gives the caches it uses."""
-    with ExitStack() as stack:
-        if config.is_stock:
-            caches = [fresh(fa4_launch.shipped(room.cache_dir, name), load) for _, name in _PARTS]
-        else:
-            variant = f"bwd_dq{config['dQ_reduce_ncol']}_{config['num_regs']}"
-            caches = [fresh(folder(room, name), load) for name in (variant, "bwd_pre", "bwd_post")]
-            for seam in _seams(config):
-                stack.enter_context(seam)
-        for (function, _), found in zip(_PARTS, caches, strict=True):
-            stack.enter_context(swapped(function, compile_cache=found))
-        yield caches
-
-
-def _seams(config: Config) -> Iterator[Any]:
+def _backward(config: Config, room: Room, load: bool) -> AbstractContextManager[list[fa4_cache.Cache]]:
+    """Return the with-block in which FA4's backward builds and finds a config's kernels."""
+    if config.is_stock:
+        return using(room, load, {"bwd": "", "bwd_pre": "", "bwd_post": ""})
     two_cta, generic = bool(config["two_cta"]), bool(config["hd256_generic"])
     tile_n = 64 if config["tile_n"] == 64 and not generic else None
-    yield swapped(
-        utils,
-        _get_disable_2cta_default=lambda is_fwd=False: not two_cta,
-        _get_hd256_generic_bwd=lambda: generic,
-        _get_bwd_tile_n_override=lambda: tile_n,
-    )
     columns = int(config["dQ_reduce_ncol"])
     stages = dq_stages(config) if columns else 0
     kernel = _backward_kernel(columns, stages, *tiles.backward_registers(config))
-    yield swapped(interface, FlashAttentionBackwardSm100=kernel)
+    variant = f"bwd_dq{columns}_{config['num_regs']}"
+    return using(
+        room,
+        load,
+        {"bwd": variant, "bwd_pre": "bwd_pre", "bwd_post": "bwd_post"},
+        swapped(
+            utils,
+            _get_disable_2cta_default=lambda is_fwd=False: not two_cta,
+            _get_hd256_generic_bwd=lambda: generic,
+            _get_bwd_tile_n_override=lambda: tile_n,
+        ),
+        swapped(interface, FlashAttentionBackwardSm100=kernel),
+    )
 
 
 @cache
@@ -92,31 +77,40 @@ def compile_bwd(config: Config, workload: Workload, room: Room) -> Built:
     with FakeTensorMode(), _backward(config, room, load=False) as caches:
         q, k, v, out, lse = fa4_launch.tensors(workload)
         gradients = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
-        arguments = _arguments(workload, _block_lists(config, workload, fake=True))
+        arguments = _arguments(config, workload, _block_lists(config, workload, fake=True))
         interface._flash_attn_bwd(q, k, v, out, torch.empty_like(out), lse, **gradients, **arguments)
     return built(caches, columns=None if config.is_stock else tmem_columns(config, workload))
 
 
 def build_bwd(config: Config, workload: Workload, room: Room) -> Kernel:
-    """Return the backward on this process's GPU, loaded from the room's cache.
+    """Return the backward on this process's GPU, loaded from the room's cache; it returns (dq, dk, dv)."""
+    pattern_torch.refuse_captured_gradients(pattern_torch.score_mod(workload))
+    arguments = _arguments(config, workload, _block_lists(config, workload, fake=False))
 
-    Takes inputs with ``q, k, v, out, lse, dout`` and returns (dq, dk, dv).
-    """
-    arguments = _arguments(workload, _block_lists(config, workload, fake=False))
+    def run(inputs: Any) -> tuple[torch.Tensor, ...]:
+        i = inputs
+        interface._flash_attn_bwd(i.q, i.k, i.v, i.out, i.dout, i.lse, dq=i.dq, dk=i.dk, dv=i.dv, **arguments)
+        return i.dq, i.dk, i.dv
 
-    def run(inputs: Any) -> Any:
+    if config.is_stock:
+        return run  # the very call of a user who tunes nothing
+
+    def run_tuned(inputs: Any) -> tuple[torch.Tensor, ...]:
         with _backward(config, room, load=True):
-            return interface._flash_attn_bwd(
-                inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout, inputs.lse, **arguments
-            )
+            return run(inputs)
 
-    return run
+    return run_tuned
 
 
-def _arguments(workload: Workload, sparsity: BlockSparseTensorsTorch | None) -> dict[str, Any]:
+def _arguments(config: Config, workload: Workload, sparsity: BlockSparseTensorsTorch | None) -> dict[str, Any]:
     """Return FA4's keyword arguments; the same for fake and for real tensors."""
-    cap = pattern_torch.softcap_of(workload) or 0.0
-    return fa4_launch.mask_arguments(workload, sparsity) | {"softcap": cap, "deterministic": workload.deterministic}
+    arguments = fa4_launch.mask_arguments(workload, sparsity) | {"deterministic": workload.deterministic}
+    if workload.pattern.score("alibi") or not config.is_stock:
+        arguments["score_mod"] = pattern_cute.score_mod(workload)
+        arguments["score_mod_bwd"] = pattern_cute.score_mod_bwd(workload)
+    else:
+        arguments["softcap"] = pattern_torch.softcap_of(workload) or 0.0
+    return arguments
 
 
 def _block_lists(config: Config, workload: Workload, *, fake: bool) -> BlockSparseTensorsTorch | None:

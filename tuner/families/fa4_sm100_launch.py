@@ -8,10 +8,9 @@ FA4's compile key holds the first three. What only the class knows is in the cac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tuner.config import Config
-from tuner.families import cubin, fa4_launch
+from tuner.families import cubin, fa4_cache, fa4_launch
 from tuner.families import fa4_sm100_tiles as tiles
 from tuner.families.base import Built, Kernel, Room
 from tuner.families.fa4_tiles import uses_block_mask
@@ -43,47 +42,45 @@ def swapped(owner: Any, **values: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-def folder(room: Room, *names: str) -> Path:
-    """Return where kernels of tuned configs lie; some of FA4's keys do not hold the architecture."""
-    return room.cache_dir.joinpath("fa4", room.target.arch, *names, fa4_launch.fingerprint())
-
-
-def fresh(path: Path, load: bool) -> Any:
-    """Return the cache of a folder, as if it had not been asked for an object yet."""
-    cache = fa4_launch.cache_at(path, load)
-    cache.asked.clear()
-    return cache
-
-
 @contextmanager
-def _forward(config: Config, room: Room, load: bool) -> Iterator[list[Any]]:
-    """Make FA4's forward build and find a config's kernels inside the with-block; gives the caches it uses."""
+def using(room: Room, load: bool, parts: dict[str, str], *seams: Any) -> Iterator[list[fa4_cache.Cache]]:
+    """Let FA4 work inside the with-block with caches of ours, and with other things put in its own's place.
+
+    ``parts`` says for each of FA4's caches the folder to use; the empty string is where FA4 itself looks.
+    Gives the caches in this order, as if they had not been asked for an object yet.
+    """
+    caches = []
     with ExitStack() as stack:
-        if config.is_stock:
-            caches = [fresh(fa4_launch.shipped(room.cache_dir), load)]
-            stack.enter_context(swapped(interface._flash_attn_fwd, compile_cache=caches[0]))
-        else:
-            variant = f"fwd_kv{config['kv_stage']}_ex{config['ex2_emu_freq']}_{config['num_regs']}"
-            caches = [
-                fresh(folder(room, variant), load),
-                fresh(folder(room, "fwd_combine"), load),
-            ]
-            two_cta, clc = bool(config["two_cta"]), bool(config["use_clc_scheduler"])
-            stack.enter_context(swapped(interface._flash_attn_fwd, compile_cache=caches[0]))
-            stack.enter_context(swapped(interface._flash_attn_fwd_combine, compile_cache=caches[1]))
-            stack.enter_context(
-                swapped(
-                    utils,
-                    _get_disable_2cta_default=lambda is_fwd=False: not two_cta,
-                    _get_use_clc_scheduler_default=lambda: clc,
-                )
-            )
-            registers = tiles.forward_registers(config)
-            kernel = _forward_kernel(int(config["kv_stage"]), int(config["ex2_emu_freq"]), *registers)
-            stack.enter_context(
-                swapped(interface, FlashAttentionForwardSm100=kernel, _get_fwd_config=_with_q_stage(config))
-            )
+        for part, name in parts.items():
+            # some of FA4's keys do not hold the architecture, so the folder does
+            path = fa4_cache.own(room.cache_dir, f"{room.target.arch}/{name}")
+            caches.append(fa4_cache.cache(path if name else fa4_cache.shipped(room.cache_dir, part), load))
+            caches[-1].asked.clear()
+            stack.enter_context(swapped(fa4_cache.HOLDERS[part], compile_cache=caches[-1]))
+        for seam in seams:
+            stack.enter_context(seam)
         yield caches
+
+
+def _forward(config: Config, room: Room, load: bool) -> AbstractContextManager[list[fa4_cache.Cache]]:
+    """Return the with-block in which FA4's forward builds and finds a config's kernels."""
+    if config.is_stock:
+        return using(room, load, {"fwd": ""})
+    variant = f"fwd_kv{config['kv_stage']}_ex{config['ex2_emu_freq']}_{config['num_regs']}"
+    two_cta, clc = bool(config["two_cta"]), bool(config["use_clc_scheduler"])
+    registers = tiles.forward_registers(config)
+    kernel = _forward_kernel(int(config["kv_stage"]), int(config["ex2_emu_freq"]), *registers)
+    return using(
+        room,
+        load,
+        {"fwd": variant, "fwd_combine": "fwd_combine"},
+        swapped(
+            utils,
+            _get_disable_2cta_default=lambda is_fwd=False: not two_cta,
+            _get_use_clc_scheduler_default=lambda: clc,
+        ),
+        swapped(interface, FlashAttentionForwardSm100=kernel, _get_fwd_config=_with_q_stage(config)),
+    )
 
 
 def _with_q_stage(config: Config) -> Callable[..., Any]:
@@ -120,7 +117,7 @@ def compile_fwd(config: Config, workload: Workload, room: Room) -> Built:
     return built(caches, tiles.smem_bytes(config, workload), tiles.tmem_columns(config, workload))
 
 
-def built(caches: list[Any], smem: int | None = None, columns: int | None = None) -> Built:
+def built(caches: list[fa4_cache.Cache], smem: int | None = None, columns: int | None = None) -> Built:
     """Return the figures of the first cache's object, and every object that a call would load."""
     files = tuple(dict.fromkeys(needed for c in caches for needed in c.asked))
     found = cubin.resources(files[0])

@@ -1,4 +1,4 @@
-"""FlexAttention calls, compiled afresh for every config: shared by its three families."""
+"""FlexAttention calls, compiled afresh for every config: shared by its families, forward and backward."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from tuner.families import pattern_torch
+from tuner.families.autograd import Backward
 from tuner.families.base import Kernel
 from tuner.workload import Workload
 
@@ -21,8 +22,9 @@ def build(
 ) -> Kernel:
     """Return flex_attention under torch.compile for the pattern, with a BlockMask of ``block`` = (q, kv).
 
-    Takes inputs of shape (batch, seqlen, heads, head_dim) and returns the output likewise. A call raises
-    RuntimeError if torch.compile has given up on it.
+    Takes inputs of shape (batch, seqlen, heads, head_dim) and returns the output likewise, or for a
+    backward workload dq, dk and dv. Raises PatternError if these are not all the gradients wanted. A call
+    raises RuntimeError if torch.compile has given up on it.
     """
     score_mod = pattern_torch.score_mod(workload)
     block_mask = make_block_mask(workload, device, block, full_blocks=full_blocks)
@@ -36,6 +38,14 @@ def build(
         )
 
     compiled = torch.compile(_own_code(attend), dynamic=False, fullgraph=True)
+
+    if workload.op == "bwd":
+        pattern_torch.refuse_captured_gradients(score_mod)
+        # A backward that may destroy what its forward saved cannot run twice on one graph.
+        torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined]
+        return Backward(
+            lambda q, k, v: compiled(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+        )
 
     def run(inputs: Any) -> torch.Tensor:
         out: torch.Tensor = compiled(inputs.q.transpose(1, 2), inputs.k.transpose(1, 2), inputs.v.transpose(1, 2))
