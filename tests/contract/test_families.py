@@ -289,8 +289,11 @@ def test_blocks_of_triton_divide_the_block_mask() -> None:
             assert options == {"BACKEND": "TRITON"}
             assert extras.get("block_size", [128, 128]) == [128, 128]
         elif workload.pattern.masks:
-            assert extras["block_size"][0] % options["fwd_BLOCK_M"] == 0
-            assert extras["block_size"][1] % options["fwd_BLOCK_N"] == 0
+            tiles = {name.partition("_BLOCK_")[2]: size for name, size in options.items() if "_BLOCK_" in name}
+            assert set(tiles) == ({"M", "N"} if workload.op == "fwd" else {"M1", "N1", "M2", "N2"})
+            assert all(name.startswith(f"{workload.op}_") for name in options if name != "BACKEND")
+            for name, size in tiles.items():
+                assert extras["block_size"][name[0] == "N"] % size == 0
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120a"])

@@ -297,10 +297,10 @@ def test_every_refusal_of_the_backward_says_why(c: Config, w: Workload, words: s
 @pytest.mark.parametrize(
     ("w", "words"),
     [
-        (backward(pattern="causal + alibi"), "no gradient of alibi"),
+        (backward(pattern="causal + alibi"), ""),
         (backward(pattern="causal + softcap(30)"), ""),
-        (backward(256, "causal + softcap(30)"), "neither a BlockMask nor softcap"),
-        (backward(256, "document(mean=512)"), "neither a BlockMask nor softcap"),
+        (backward(256, "causal + softcap(30)"), "neither a BlockMask nor a softcap"),
+        (backward(256, "document(mean=512)"), "neither a BlockMask nor a softcap"),
         (backward(pattern="document(mean=512)", deterministic=True), "order of writes"),
         (backward(deterministic=True), ""),
     ],

@@ -86,7 +86,7 @@ def test_every_refusal_says_why(c: Config, w: Workload, target: Target, words: s
         ({"dtype": "float32", "head_dim": 512}, H200, ""),
         ({}, named("cpu"), "needs a GPU"),
         ({}, Target("Tesla T4", "sm_75", 40), "needs sm_80 or newer"),
-        ({"op": "bwd"}, A100, "computes fwd here, not bwd"),
+        ({"op": "bwd"}, A100, ""),
         ({"layout": "varlen"}, A100, "no varlen layout"),
     ],
 )
@@ -94,6 +94,46 @@ def test_what_it_computes_and_where(changes: dict[str, Any], target: Target, wor
     found = FAMILY.refuses(workload(**changes), target)
     assert words in found
     assert bool(words) == bool(found)
+
+
+def backward(m1: int, n1: int, m2: int, n2: int, warps: int = 4, stages: int = 2, block: int = 128) -> Config:
+    tiles = {"BLOCK_M1": m1, "BLOCK_N1": n1, "BLOCK_M2": m2, "BLOCK_N2": n2, "num_warps": warps, "num_stages": stages}
+    return Config.make("flex_triton", 1, **tiles, q_block=block, kv_block=block, full_blocks=True)
+
+
+@pytest.mark.parametrize(
+    ("c", "target", "words"),
+    [
+        (backward(64, 128, 128, 64, 8, 3), H200, ""),  # PyTorch's own on Hopper
+        (backward(64, 32, 64, 64), A100, "BLOCK_M1 64 does not divide BLOCK_N1 32"),
+        (backward(32, 64, 32, 64), A100, "BLOCK_N2 64 does not divide BLOCK_M2 32"),
+        (backward(32, 96, 64, 64), A100, "BLOCK_N1 96 does not divide the BlockMask's kv_block 128"),
+        (backward(32, 64, 96, 32), A100, "BLOCK_M2 96 does not divide the BlockMask's q_block 128"),
+        # dk and dv of 128 rows, 256 columns, and two tiles of 128 by 64: 49,152 values of 128 threads
+        (backward(64, 128, 64, 64, 4), A100, "take 384 registers a thread"),
+        # dq of 128 rows and 128 columns, and two tiles of 128 by 64
+        (backward(32, 32, 128, 64, 4), A100, "take 256 registers a thread"),
+        (backward(64, 64, 64, 64, 8, 4), L4, ""),  # 3 stages of 64 rows of 256 columns: 98,304 bytes
+        (backward(64, 64, 64, 64, 8, 5), L4, "takes 131072 bytes of shared memory at least and 101376 exist"),
+    ],
+)
+def test_every_refusal_of_the_backward_says_why(c: Config, target: Target, words: str) -> None:
+    found = FAMILY.feasible(c, workload(op="bwd"), target)
+    assert words in found
+    assert bool(words) == bool(found)
+
+
+def test_options_keep_to_their_direction() -> None:
+    extras = FAMILY.extras(backward(64, 128, 128, 64, 8, 3), workload(op="bwd"))
+    assert extras["kernel_options"] == {
+        "BACKEND": "TRITON",
+        "bwd_BLOCK_M1": 64,
+        "bwd_BLOCK_N1": 128,
+        "bwd_BLOCK_M2": 128,
+        "bwd_BLOCK_N2": 64,
+        "bwd_num_warps": 8,
+        "bwd_num_stages": 3,
+    }
 
 
 def test_without_a_mask_there_is_no_block_mask_to_size() -> None:

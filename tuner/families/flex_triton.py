@@ -4,6 +4,8 @@
 tunable             meaning (FlexAttention's and Triton's own names where they have one)
 ==================  ======================================================================
 BLOCK_M, BLOCK_N    rows of Q that a program works on, and of K/V that a step works on
+BLOCK_M1, BLOCK_N1  backward, dk and dv: rows of Q of a step, rows of K/V of a program
+BLOCK_M2, BLOCK_N2  backward, dq: rows of Q of a program, rows of K/V of a step
 num_warps           warps of a program
 num_stages          depth of Triton's load pipeline
 q_block, kv_block   BlockMask size (only where something is masked)
@@ -23,8 +25,13 @@ from tuner.families.base import Built, Kernel, Room, Space
 from tuner.target import Target
 from tuner.workload import Workload
 
-_MASK_BLOCKS = (64, 128, 256)
 _DEFAULT_BLOCK = 128  # FlexAttention's BLOCK_SIZE where none is given
+
+# BlockMask sizes. A backward runs its forward as PyTorch ships it, and FlexAttention drops a backward
+# whose own default blocks, of up to 128 rows, do not divide the BlockMask's, whatever the options say.
+_MASK_BLOCKS = {"fwd": (64, 128, 256), "bwd": (128, 256)}
+
+_TILES = {"fwd": ("BLOCK_M", "BLOCK_N"), "bwd": ("BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")}
 
 # FlexAttention drops the bounds checks of its kernel where both sequences are multiples of this.
 _UNCHECKED_MULTIPLE = 128
@@ -37,21 +44,32 @@ _SMEM_LIMIT_ELSEWHERE_BYTES = 101_376
 _REGISTERS = 255  # that a thread can address
 _IN_TENSOR_MEMORY = ("sm_100a", "sm_103a")  # where accumulators take no registers
 
-# PyTorch's own choices for its head dims, and neighbours: (BLOCK_M, BLOCK_N, num_warps, num_stages).
-_FIRST = (
-    (128, 64, 8, 3),
-    (128, 128, 8, 3),
-    (128, 128, 4, 3),
-    (128, 64, 4, 3),
-    (64, 64, 4, 3),
-    (128, 32, 4, 3),
-    (64, 32, 4, 3),
-    (64, 128, 4, 2),
-)
+# PyTorch's own choices for its head dims, and neighbours: the tiles, num_warps, num_stages.
+_FIRST = {
+    "fwd": (
+        (128, 64, 8, 3),
+        (128, 128, 8, 3),
+        (128, 128, 4, 3),
+        (128, 64, 4, 3),
+        (64, 64, 4, 3),
+        (128, 32, 4, 3),
+        (64, 32, 4, 3),
+        (64, 128, 4, 2),
+    ),
+    "bwd": (
+        (64, 128, 128, 64, 8, 3),
+        (64, 128, 128, 64, 4, 3),
+        (64, 64, 64, 64, 4, 3),
+        (64, 64, 64, 64, 4, 2),
+        (32, 128, 128, 32, 4, 3),
+        (32, 64, 64, 32, 4, 3),
+        (64, 64, 64, 64, 8, 1),
+    ),
+}
 
 
 class FlexTriton:
-    """FlexAttention's Triton forward with explicit kernel options."""
+    """FlexAttention's Triton kernels with explicit options, forward or backward."""
 
     name = "flex_triton"
     version = 1
@@ -63,8 +81,6 @@ class FlexTriton:
             return f"needs a GPU, the target is {target.arch}"
         if target.arch in ("sm_70", "sm_72", "sm_75"):
             return f"needs sm_80 or newer, for asynchronous copies and bfloat16; the target is {target.arch}"
-        if workload.op != "fwd":
-            return f"computes fwd here, not {workload.op}: its four backward blocks are not tuned yet"
         if workload.layout != "dense":
             return f"has no {workload.layout} layout"
         return ""
@@ -73,36 +89,40 @@ class FlexTriton:
         return Config.make(self.name, self.version)
 
     def space(self, workload: Workload) -> Space:
-        short = workload.seqlen_q < 64
-        space: dict[str, tuple[Param, ...]] = {
-            "BLOCK_M": (16, 32, 64) if short else (32, 64, 128),
-            "BLOCK_N": (16, 32, 64, 128),
-            "num_warps": (4, 8),
-            "num_stages": (1, 2, 3, 4),
-        }
+        space: dict[str, tuple[Param, ...]] = {"num_warps": (4, 8), "num_stages": (1, 2, 3, 4)}
+        if workload.op == "bwd":
+            space |= {"BLOCK_M1": (32, 64), "BLOCK_N1": (32, 64, 128)}
+            space |= {"BLOCK_M2": (32, 64, 128), "BLOCK_N2": (32, 64)}
+        else:
+            few = workload.seqlen_q < 64
+            space |= {"BLOCK_M": (16, 32, 64) if few else (32, 64, 128), "BLOCK_N": (16, 32, 64, 128)}
         if workload.pattern.masks:
-            space |= {"q_block": _MASK_BLOCKS, "kv_block": _MASK_BLOCKS, "full_blocks": (True, False)}
+            blocks = _MASK_BLOCKS[workload.op]
+            space |= {"q_block": blocks, "kv_block": blocks, "full_blocks": (True, False)}
         return space
 
     def first(self, workload: Workload) -> tuple[Config, ...]:
-        space = self.space(workload)
+        space, names = self.space(workload), (*_TILES[workload.op], "num_warps", "num_stages")
         masked = {"q_block": 128, "kv_block": 128, "full_blocks": True} if workload.pattern.masks else {}
-        rows = max(int(m) for m in space["BLOCK_M"])
-        tiles = {(min(m, rows), n, warps, stages): None for m, n, warps, stages in _FIRST}
-        return tuple(
-            Config.make(self.name, self.version, BLOCK_M=m, BLOCK_N=n, num_warps=warps, num_stages=stages, **masked)
-            for m, n, warps, stages in tiles
-        )
+        configs = {}
+        for values in _FIRST[workload.op]:
+            # a few queries get the tallest tile that is offered for them
+            params = {n: min(v, int(space[n][-1])) for n, v in zip(names, values, strict=True)}
+            configs[Config.make(self.name, self.version, **params, **masked)] = None
+        return tuple(configs)
 
     def feasible(self, config: Config, workload: Workload, target: Target) -> str:
         if config.is_stock:
             return ""
         return (
-            _mask_refused(config, workload) or _spills(config, workload, target) or _overflows(config, workload, target)
+            _mask_refused(config, workload)
+            or (_misaligned(config) if workload.op == "bwd" else "")
+            or _spills(config, workload, target)
+            or _overflows(config, workload, target)
         )
 
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
-        extras: dict[str, Any] = {"kernel_options": _options(config)}
+        extras: dict[str, Any] = {"kernel_options": _options(config, workload)}
         if workload.pattern.masks:
             extras["block_size"] = list(_block(config))
             if not config.get("full_blocks", True):
@@ -119,41 +139,50 @@ class FlexTriton:
         from tuner.families import flex
 
         full = bool(config.get("full_blocks", True))
-        return flex.build(workload, "cuda", _block(config), _options(config), full_blocks=full)
+        return flex.build(workload, "cuda", _block(config), _options(config, workload), full_blocks=full)
 
 
 FAMILY = FlexTriton()
 
 
 def smem_bytes(config: Config, workload: Workload, target: Target) -> int:
-    """Return the least shared memory that Triton takes: the K and V tiles that its pipeline loads ahead.
+    """Return the least shared memory that Triton takes: the tiles that its pipeline loads ahead.
 
-    Of ``num_stages`` stages one computes. Hopper's and Blackwell's MMAs read Q from shared memory too.
+    Of ``num_stages`` stages one computes; without a pipeline one tile can take another's place. Forward:
+    K and V, and Q where MMAs read it from shared memory (Hopper, Blackwell). Backward: Q and dO for dk and
+    dv, or K and V for dq, whichever is more; the kernel holds both parts.
     """
     element = 4 if workload.dtype == "float32" else 2
     d, dv = _power_of_two(workload.head_dim), _power_of_two(workload.head_dim_v)
     ahead = int(config["num_stages"]) - 1
-    # without a pipeline V can take K's place
     columns = ahead * (d + dv) if ahead else max(d, dv)
+    if workload.op == "bwd":
+        return element * max(int(config["BLOCK_M1"]), int(config["BLOCK_N2"])) * columns
     q = int(config["BLOCK_M"]) * d if target.arch in ("sm_90a", *_IN_TENSOR_MEMORY) else 0
     return element * (int(config["BLOCK_N"]) * columns + q)
 
 
 def accumulator_registers(config: Config, workload: Workload) -> int:
-    """Count the float32 registers a thread holds of scores and output, spread over all warps' threads."""
-    columns = int(config["BLOCK_N"]) + _power_of_two(workload.head_dim_v)
-    return int(config["BLOCK_M"]) * columns // (32 * int(config["num_warps"]))
+    """Count the float32 registers a thread holds of scores and sums, spread over all warps' threads.
+
+    Forward: the scores and the output. Backward: dk and dv, or dq, each beside the scores and their gradients.
+    """
+    d, dv = _power_of_two(workload.head_dim), _power_of_two(workload.head_dim_v)
+    if workload.op == "fwd":
+        values = int(config["BLOCK_M"]) * (int(config["BLOCK_N"]) + dv)
+    else:
+        m1, n1, m2, n2 = (int(config[name]) for name in _TILES["bwd"])
+        values = max(n1 * (d + dv + 2 * m1), m2 * (d + 2 * n2))
+    return values // (32 * int(config["num_warps"]))
 
 
 def _mask_refused(config: Config, workload: Workload) -> str:
     if not workload.pattern.masks:
         return ""
-    for block, tile, seqlen in (
-        ("q_block", "BLOCK_M", workload.seqlen_q),
-        ("kv_block", "BLOCK_N", workload.seqlen_k),
-    ):
-        if int(config[block]) % int(config[tile]):
-            return f"{tile} {config[tile]} does not divide the BlockMask's {block} {config[block]}"
+    for block, letter, seqlen in (("q_block", "M", workload.seqlen_q), ("kv_block", "N", workload.seqlen_k)):
+        for tile in (t for t in _TILES[workload.op] if t.startswith(f"BLOCK_{letter}")):
+            if int(config[block]) % int(config[tile]):
+                return f"{tile} {config[tile]} does not divide the BlockMask's {block} {config[block]}"
         if not _checks_bounds(workload) and seqlen % int(config[block]):
             return (
                 f"{block} {config[block]} does not divide the sequence of {seqlen}, and FlexAttention checks no bounds "
@@ -164,6 +193,14 @@ def _mask_refused(config: Config, workload: Workload) -> str:
 
 def _checks_bounds(workload: Workload) -> bool:
     return bool(workload.seqlen_q % _UNCHECKED_MULTIPLE or workload.seqlen_k % _UNCHECKED_MULTIPLE)
+
+
+def _misaligned(config: Config) -> str:
+    """Return which static assertion of FlexAttention's backward kernel would fail: steps divide programs."""
+    for program, step in (("BLOCK_N1", "BLOCK_M1"), ("BLOCK_M2", "BLOCK_N2")):
+        if int(config[program]) % int(config[step]):
+            return f"{step} {config[step]} does not divide {program} {config[program]}, as the backward kernel asserts"
+    return ""
 
 
 def _spills(config: Config, workload: Workload, target: Target) -> str:
@@ -183,11 +220,10 @@ def _overflows(config: Config, workload: Workload, target: Target) -> str:
     return ""
 
 
-def _options(config: Config) -> dict[str, Any]:
-    """Return FlexAttention's kernel_options, those of the forward with its prefix."""
-    names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
-    own = {} if config.is_stock else {f"fwd_{name}": config[name] for name in names}
-    return {"BACKEND": "TRITON", **own}
+def _options(config: Config, workload: Workload) -> dict[str, Any]:
+    """Return FlexAttention's kernel_options, with the prefix that keeps them to one direction."""
+    names = () if config.is_stock else (*_TILES[workload.op], "num_warps", "num_stages")
+    return {"BACKEND": "TRITON", **{f"{workload.op}_{name}": config[name] for name in names}}
 
 
 def _block(config: Config) -> tuple[int, int]:
