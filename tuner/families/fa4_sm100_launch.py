@@ -13,8 +13,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import cutlass
 import torch
-from flash_attn.cute import interface, utils
+from flash_attn.cute import interface, tile_scheduler, utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -52,14 +53,32 @@ def using(room: Room, load: bool, parts: dict[str, str], *seams: Any) -> Iterato
     caches = []
     with ExitStack() as stack:
         for part, name in parts.items():
-            # some of FA4's keys do not hold the architecture, so the folder does
-            path = fa4_cache.own(room.cache_dir, f"{room.target.arch}/{name}")
+            # FA4's keys do not hold the number of SMs, and some not even the architecture: the folder does
+            path = fa4_cache.own(room.cache_dir, f"{room.target.arch}-{room.target.num_sms}/{name}")
             caches.append(fa4_cache.cache(path if name else fa4_cache.shipped(room.cache_dir, part), load))
             caches[-1].asked.clear()
             stack.enter_context(swapped(fa4_cache.HOLDERS[part], compile_cache=caches[-1]))
-        for seam in seams:
+        for seam in (*seams, *([] if load else _no_hardware(room))):
             stack.enter_context(seam)
         yield caches
+
+
+class _Hardware:
+    """The target, where FA4 and CuTe ask the driver what GPU is here: a persistent grid is as large as that."""
+
+    def __init__(self, num_sms: int) -> None:
+        self._num_sms = num_sms
+
+    def get_device_multiprocessor_count(self) -> int:
+        return self._num_sms
+
+    def get_max_active_clusters(self, cluster_size: int, stream: object = None) -> int:
+        return self._num_sms // cluster_size
+
+
+def _no_hardware(room: Room) -> Iterator[AbstractContextManager[None]]:
+    for module in (cutlass.utils, tile_scheduler):
+        yield swapped(module, HardwareInfo=lambda device_id=0: _Hardware(room.target.num_sms))
 
 
 def _forward(config: Config, room: Room, load: bool) -> AbstractContextManager[list[fa4_cache.Cache]]:
@@ -155,8 +174,18 @@ def _forward_arguments(config: Config, workload: Workload, *, fake: bool) -> dic
 
 
 def block_lists(config: Config, workload: Workload, *, fake: bool) -> BlockSparseTensorsTorch | None:
-    """Return the forward's block lists that a config wants, if any."""
+    """Return the forward's block lists that a config wants, if any.
+
+    FA4 b36 cannot compile its Blackwell forward without lists of full blocks, so that ``partial`` has empty ones.
+    """
     if not uses_block_mask(config, workload):
         return None
-    lists = fa4_launch.fake_lists if fake else fa4_launch.real_lists
-    return lists(workload, tiles.block_size(config), full=config.get("mask") != "partial")
+    size = tiles.block_size(config)
+    if fake:
+        return fa4_launch.fake_lists(workload, size, full=True)
+    partial = config.get("mask") == "partial"
+    lists = fa4_launch.real_lists(workload, size, full=not partial)
+    if not partial:
+        return lists
+    none = torch.zeros_like(lists.mask_block_cnt)
+    return lists._replace(full_block_cnt=none, full_block_idx=lists.mask_block_idx)
