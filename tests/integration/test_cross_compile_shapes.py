@@ -64,7 +64,7 @@ JOBS = [
     job("causal", 128, 96, LATENT),
     job("full", 64, 128, DECODE, pack_gqa=True),
     job("causal", 64, 128, {**DECODE, "seqlen_q": 16}),
-    job("document(mean=512)", 128, 128, {"head_dim": 64, "heads_kv": 4}, mask="partial", pack_gqa=True, q_blocks=2),
+    job("document(mean=512)", 128, 128, {"head_dim": 64, "heads_kv": 4}, mask="block", pack_gqa=True, q_blocks=2),
 ]
 
 

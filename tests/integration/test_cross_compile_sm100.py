@@ -93,9 +93,18 @@ def variant(family: str, w: Workload, **params: Any) -> Config:
 
 PAIRED = variant("fa4_fwd_sm100", DENSE, tile_n=128, two_cta=True, ex2_emu_freq=10, num_regs="184-80")
 OTHER_REGISTERS = variant("fa4_fwd_sm100", DENSE, tile_n=128, two_cta=True, ex2_emu_freq=10, num_regs="200-64")
-SPARSE = variant("fa4_fwd_sm100", DOCUMENTS, mask="partial", tile_n=64, q_stage=1, kv_stage=2, kv_blocks=2)
+SPARSE = variant("fa4_fwd_sm100", DOCUMENTS, mask="block", tile_n=64, q_stage=1, kv_stage=2, kv_blocks=2)
 SENDING = variant("fa4_bwd_sm100", BACKWARD, two_cta=True, dQ_reduce_ncol=16, num_regs="144-144")
-JOBS = [(PAIRED, DENSE), (OTHER_REGISTERS, DENSE), (SPARSE, DOCUMENTS), (SENDING, BACKWARD), (PAIRED, DENSE)]
+GROUPED = Workload(**{**SHAPE, "head_dim": 64, "heads_kv": 2}, op="bwd", deterministic=True)
+ALONE = variant("fa4_bwd_sm100", GROUPED, dQ_reduce_ncol=8)
+JOBS = [
+    (PAIRED, DENSE),
+    (OTHER_REGISTERS, DENSE),
+    (SPARSE, DOCUMENTS),
+    (SENDING, BACKWARD),
+    (ALONE, GROUPED),
+    (PAIRED, DENSE),
+]
 
 
 @pytest.fixture(scope="module")
@@ -140,11 +149,11 @@ def test_every_object_holds_code_for_blackwell_and_its_figures_fit_the_chip(
         assert r["registers"] * 512 <= 65536  # 16 warps at launch
         assert r["code_bytes"] > 10_000
         assert r["tmem_columns"] <= 512
-    assert [a["resources"]["tmem_columns"] for a in built] == [512, 512, 2 * 64 + 128, 512, 512]
+    assert [a["resources"]["tmem_columns"] for a in built] == [512, 512, 2 * 64 + 128, 512, 512, 512]
 
 
 def test_the_kernels_are_what_the_configs_say(built: list[dict[str, Any]]) -> None:
-    paired, other, sparse, sending, _ = (a["kernel"] for a in built)
+    paired, other, sparse, sending, alone, _ = (a["kernel"] for a in built)
     assert (paired["q_stage"], paired["use_2cta_instrs"], paired["kv_stage"]) == (2, True, 6)
     assert (paired["num_regs_softmax"], paired["num_regs_correction"], paired["num_regs_other"]) == (184, 80, 64)
     assert (other["num_regs_softmax"], other["num_regs_correction"], other["num_regs_other"]) == (200, 64, 48)
@@ -154,21 +163,24 @@ def test_the_kernels_are_what_the_configs_say(built: list[dict[str, Any]]) -> No
     assert (sending["use_2cta_instrs"], sending["tile_n"]) == (True, 128)
     assert (sending["dQ_reduce_ncol"], sending["sdQaccum_stage"]) == (16, 2)
     assert (sending["num_regs_reduce"], sending["num_regs_compute"]) == (144, 144)
+    assert (alone["use_2cta_instrs"], alone["dQ_reduce_ncol"], alone["sdQaccum_stage"]) == (False, 8, 8)
 
 
 def test_shared_memory_is_what_the_kernel_declares(built: list[dict[str, Any]]) -> None:
-    for answer in built[:3]:
+    for answer in (*built[:3], built[4]):
         assert answer["resources"]["smem_bytes"] == answer["declared"]
+    assert built[3]["resources"]["smem_bytes"] is None  # a 2-CTA backward puts several things in one place
+    assert built[3]["declared"] <= 227 * 1024
 
 
 def test_variants_share_no_object_and_the_same_one_is_found_again(built: list[dict[str, Any]]) -> None:
     """FA4's own key holds neither registers nor stages: two such variants differ by their folder."""
-    paired, other, sparse, sending, again = (a["files"] for a in built)
+    paired, other, sparse, sending, alone, again = (a["files"] for a in built)
     assert Path(paired[0]).name == Path(other[0]).name
-    assert len({paired[0], other[0], sparse[0], sending[0]}) == 4
+    assert len({paired[0], other[0], sparse[0], sending[0], alone[0]}) == 5
     assert again == paired
-    assert built[4]["declared"] is None  # nothing was compiled for it
-    assert len(sending) == 3  # before, main, after
+    assert built[5]["declared"] is None  # nothing was compiled for it
+    assert (len(sending), len(alone)) == (3, 3)  # main, before and after
 
 
 def test_fa4_is_left_as_it_was(built: list[dict[str, Any]]) -> None:

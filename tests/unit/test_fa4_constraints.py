@@ -174,7 +174,6 @@ def test_accumulators_by_hand(c: Config, w: Workload, expected: int) -> None:
         (config(128, 128, True, True), workload(pattern="prefix_lm(9)"), "no native argument for prefix_lm(prefix=9)"),
         (config(128, 128, True, True, mask="block"), workload(pattern="full"), "no BlockMask to build"),
         (config(128, 128, True, True, q_blocks=2), workload(), "q_blocks sizes a BlockMask"),
-        (config(128, 128, True, True, mask="partial", q_blocks=2), workload(pattern="full"), "no BlockMask to build"),
         (config(128, 128, True, True, pack_gqa=True), workload(), "more query heads than K/V heads"),
         # S 128 + O 32 + P 64 = 224 of the 128 that fit three warp groups
         (config(192, 256, True, True), workload(64), "take 224 registers a thread and 128 fit with 3"),
@@ -241,9 +240,9 @@ def test_the_limit_is_what_one_block_can_have_on_hopper() -> None:
     ("pattern", "heads_kv", "masks", "q_blocks", "pack_gqa"),
     [
         ("full", 16, ("native",), (1,), (False,)),
-        ("causal", 16, ("native", "block", "partial"), (1, 2), (False,)),
-        ("sliding_window(1024)", 2, ("native", "block", "partial"), (1, 2), (True, False)),
-        ("document(mean=512)", 16, ("block", "partial"), (1, 2), (False,)),
+        ("causal", 16, ("native", "block"), (1, 2), (False,)),
+        ("sliding_window(1024)", 2, ("native", "block"), (1, 2), (True, False)),
+        ("document(mean=512)", 16, ("block",), (1, 2), (False,)),
         ("full + softcap(30)", 16, ("native",), (1,), (False,)),
     ],
 )
@@ -260,8 +259,6 @@ def test_the_block_mask_follows_the_tiles() -> None:
     documents, causal = workload(pattern="document(mean=512)"), workload(pattern="causal")
     assert block_size(sparse) == (384, 96)
     assert FAMILY.extras(sparse, documents) == {"block_size": [384, 96]}
-    one_list = config(192, 96, True, False, mask="partial", q_blocks=2)
-    assert FAMILY.extras(one_list, documents) == {"block_size": [384, 96], "full_blocks": False}
     assert FAMILY.extras(config(192, 96, True, False), causal) == {}
     stock = FAMILY.stock(documents)
     assert (uses_block_mask(stock, documents), uses_block_mask(stock, causal)) == (True, False)

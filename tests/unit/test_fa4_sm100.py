@@ -10,7 +10,7 @@ import pytest
 from tuner.config import Config, Param
 from tuner.families import fa4_sm100_tiles as tiles
 from tuner.families.fa4_bwd_sm100 import FAMILY as BWD
-from tuner.families.fa4_bwd_sm100 import dq_stages, tmem_columns
+from tuner.families.fa4_bwd_sm100 import dq_stages, smem_bytes, tmem_columns
 from tuner.families.fa4_fwd_sm100 import FAMILY as FWD
 from tuner.pattern import parse
 from tuner.target import Target, named
@@ -89,6 +89,9 @@ def test_columns_of_tensor_memory_by_hand(c: Config, w: Workload, columns: int) 
         (fwd(128, 2, num_splits=4), workload(64), 8, 96 * KIB + 8 * 16 * KIB),
         # 192 over 128: two whole tiles of 48 KiB beside a Q of 96 KiB, and a V of 32 KiB between them
         (fwd(128, 2), workload(192, head_dim_v=128), 2, 96 * KIB + 2 * 48 * KIB + 32 * KIB),
+        # with smaller tiles three whole ones fit, and FA4 takes the same ring of K, V, K
+        (fwd(96, 2), workload(192, head_dim_v=128), 3, 96 * KIB + 2 * 36 * KIB + 24 * KIB),
+        (fwd(96, 2, kv_stage=2), workload(192, head_dim_v=128), 3, 96 * KIB + 2 * 36 * KIB),
         # 256: O in the place of Q, 64 KiB, and tiles of 64 KiB
         (fwd(128, 1), workload(256), 2, 64 * KIB + 2 * 64 * KIB),
         # head_dim 8 is padded to 16: no more than 32 stages
@@ -99,6 +102,25 @@ def test_stages_and_shared_memory_by_hand(c: Config, w: Workload, stages: int, s
     assert tiles.kv_stages_that_fit(c, w) == stages
     in_flight = 2 if w.head_dim == 256 else c["q_stage"]  # a single Q tile of 256 has two score tiles in flight
     assert tiles.smem_bytes(c, w) == smem + 1024 * (in_flight + 1)
+
+
+@pytest.mark.parametrize(
+    ("c", "w", "in_flight"),
+    [
+        (fwd(128, 1), workload(128), True),
+        (fwd(96, 1), workload(128), False),
+        (fwd(128, 1), workload(128, "causal + softcap(9)"), False),
+        (fwd(128, 1, mask="block"), workload(128), False),
+        (fwd(128, 1), workload(192, head_dim_v=128), False),
+        (fwd(128, 2), workload(128), False),
+        (fwd(128, 1, num_splits=2), workload(128), False),  # 8192 keys are 64 tiles, 32 a split, and it takes 64
+        (fwd(128, 1, num_splits=4), workload(64), True),  # 16 a split, and it takes 16
+        (fwd(128, 1, num_splits=4), workload(64, "sliding_window(1024)"), False),
+        (fwd(128, 1, num_splits=2), workload(256), False),
+    ],
+)
+def test_when_fa4_keeps_two_score_tiles_in_flight(c: Config, w: Workload, in_flight: bool) -> None:
+    assert tiles.s_ping_pong(c, w) is in_flight
 
 
 def test_shared_memory_that_fa4_measured_at_a_launch() -> None:
@@ -242,7 +264,7 @@ def test_what_is_feasible_fits_the_chip_by_an_own_account(w: Workload) -> None:
         (workload(128, "causal", seqlen_q=1), {"q_stage": (1,), "num_splits": (1, 2, 4, 8)}),
         (workload(128, "causal", seqlen_q=16, heads_kv=1), {"q_stage": (2, 1), "pack_gqa": (True, False)}),
         (workload(192, "causal", head_dim_v=128, batch=1, seqlen_q=1), {"num_splits": (1,)}),
-        (workload(128, "document(mean=64)"), {"mask": ("block", "partial"), "use_clc_scheduler": (False,)}),
+        (workload(128, "document(mean=64)"), {"mask": ("block",), "use_clc_scheduler": (False,)}),
         (workload(256, "causal"), {"q_stage": (1,), "two_cta": (True, False)}),
     ],
 )
@@ -309,6 +331,21 @@ def test_gradients_that_fa4_does_not_give_here_are_refused(w: Workload, words: s
     found = BWD.refuses(w, B200)
     assert words in found
     assert bool(words) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("w", "smem"),
+    [
+        # Q twice, K, V, dO, dS, 32 KiB each; dQ's 64 columns of float32
+        (backward(128), 6 * 32 * KIB + 32 * KIB),
+        (backward(64), 5 * 16 * KIB + 32 * KIB + 32 * KIB),
+        # grouped: dV leaves by twice 32 columns of float32, for which dO's 16 KiB are too few
+        (backward(64, heads_kv=4), 6 * 16 * KIB + 32 * KIB + 32 * KIB),
+    ],
+)
+def test_shared_memory_of_the_backward_by_hand(w: Workload, smem: int) -> None:
+    assert smem_bytes(bwd(), w) == smem + 3 * KIB
+    assert smem_bytes(bwd(two_cta=True), w) is None
 
 
 def test_pieces_of_dq_in_flight() -> None:

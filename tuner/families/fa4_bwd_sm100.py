@@ -22,6 +22,7 @@ The stages of Q and dO are not among them: FA4's barriers and buffers are writte
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tuner.config import Config
@@ -142,6 +143,21 @@ def tmem_columns(config: Config, workload: Workload) -> int | None:
     halves = 2 if config["two_cta"] and config["tile_n"] == 64 else 1
     apart = tiles.TILE_M if (d, dv) == (64, 64) else 0
     return (2 * tiles.TILE_M + d + dv) // halves + apart
+
+
+def smem_bytes(config: Config, workload: Workload) -> int | None:
+    """Shared memory of one block: two Q, K, V, dO and dS, and dQ's pieces; None for 2-CTA kernels, which alias more.
+
+    Grouped heads add up dK and dV in float32, which leave through the room of Q and dO in 32 columns at a time,
+    two warp groups side by side. Statistics, barriers and alignment take 3 KiB.
+    """
+    if config["two_cta"]:
+        return None
+    d, dv = (tiles.padded(x, 32) for x in (workload.head_dim, workload.head_dim_v))
+    rows = tiles.TILE_M
+    leaving = 2 * rows * math.gcd(32, d // 2) * 4 if workload.heads_q > workload.heads_kv else 0
+    q, do = max(2 * rows * d * 2, leaving), max(rows * dv * 2, leaving)
+    return q + do + rows * (d + dv + rows) * 2 + rows * _DQ_COLUMNS_IN_FLIGHT[False] * 4 + 3072
 
 
 def dq_stages(config: Config) -> int:

@@ -7,7 +7,7 @@ Owns the tunables and their constraints. What tiles take is in ``fa4_sm100_tiles
 tunable             meaning (FA4's own names where it has one)
 ==================  ======================================================================
 mask                ``native``: FA4's causal and window arguments; ``block``: a mask_mod with
-                    a BlockMask of partial and full lists; ``partial``: of partial lists only
+                    a BlockMask, whose sizes follow the tiles
 tile_n              rows of K/V that one step works on; those of Q are 128
 q_stage             Q tiles that a thread block works on in turn
 kv_stage            depth of the K/V ring; 0: as many as fit, FA4's own choice
@@ -16,8 +16,8 @@ use_clc_scheduler   the hardware hands out tiles (cluster launch control) instea
 num_splits          parts of the keys that run side by side and are combined by a second kernel
 ex2_emu_freq        of how many exponentials four are polynomials on the FMA units; 0: none
 num_regs            registers of a softmax and of a correction thread, as ``192-72``
-q_blocks            BlockMask's Q block in units of q_stage * 128 (not ``native``)
-kv_blocks           BlockMask's K/V block in units of tile_n (not ``native``)
+q_blocks            BlockMask's Q block in units of q_stage * 128 (``block`` only)
+kv_blocks           BlockMask's K/V block in units of tile_n (``block`` only)
 pack_gqa            fold the query heads of one K/V head into the rows of a tile
 ==================  ======================================================================
 """
@@ -71,7 +71,7 @@ class Fa4FwdSm100:
         return Config.make(self.name, self.version)
 
     def space(self, workload: Workload) -> Space:
-        masks = [m for m in ("native", "block", "partial") if not mask_refused(m, workload)]
+        masks = [m for m in ("native", "block") if not mask_refused(m, workload)]
         blocks = (1, 2) if "block" in masks else (1,)
         grouped = workload.heads_q > workload.heads_kv
         two_q_tiles = tiles.packed_rows(workload, grouped) > tiles.TILE_M and workload.head_dim_v != 256
@@ -111,7 +111,7 @@ class Fa4FwdSm100:
         )
 
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
-        return block_mask_extras(config, workload)
+        return {"block_size": list(tiles.block_size(config))} if uses_block_mask(config, workload) else {}
 
     def compile(self, config: Config, workload: Workload, room: Room) -> Built:
         from tuner.families import fa4_sm100_launch
@@ -145,14 +145,6 @@ def cannot_on_sm100(workload: Workload, target: Target) -> str:
     if max(d, dv) > 128 and (d, dv) not in ((192, 128), (256, 256)):
         return f"computes head_dim to 128, 192 over 128, and 256, not {d} over {dv}"
     return ""
-
-
-def block_mask_extras(config: Config, workload: Workload) -> dict[str, Any]:
-    """Return the BlockMask that a config of either direction wants, if any."""
-    if not uses_block_mask(config, workload):
-        return {}
-    extras: dict[str, Any] = {"block_size": list(tiles.block_size(config))}
-    return extras if config.get("mask") != "partial" else {**extras, "full_blocks": False}
 
 
 def _two_cta_heads(workload: Workload) -> bool:

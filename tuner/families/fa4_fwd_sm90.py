@@ -6,13 +6,12 @@ Owns the tunables and their constraints. What tiles take is in ``fa4_tiles``, th
 tunable             meaning (FA4's own names where it has one)
 ==================  ======================================================================
 mask                ``native``: FA4's causal and window arguments; ``block``: a mask_mod with
-                    a BlockMask, whose sizes follow the tiles; ``partial``: the same with
-                    every visible block in the list of partial ones
+                    a BlockMask, whose sizes follow the tiles
 tile_m, tile_n      rows of Q and of K/V that one thread block works on
 mma_pv_is_rs        keep P in registers for the second product instead of shared memory
 intra_wg_overlap    overlap the next QK product with this softmax
 num_stages          depth of the K/V pipeline (2 in FA4, a literal)
-q_blocks            BlockMask's Q block in units of tile_m (not ``native``)
+q_blocks            BlockMask's Q block in units of tile_m (``block`` only)
 pack_gqa            fold the query heads of one K/V head into the rows of a tile
 ==================  ======================================================================
 """
@@ -72,7 +71,7 @@ class Fa4FwdSm90:
         return Config.make(self.name, self.version)
 
     def space(self, workload: Workload) -> Space:
-        masks = [m for m in ("native", "block", "partial") if not mask_refused(m, workload)]
+        masks = [m for m in ("native", "block") if not mask_refused(m, workload)]
         block = "block" in masks
         return {
             "mask": tuple(masks),
@@ -100,7 +99,6 @@ class Fa4FwdSm90:
                 pack_gqa=workload.heads_q > workload.heads_kv,
             )
             for mask in self.space(workload)["mask"]
-            if mask != "partial"  # seldom the better list, and as many configs again
             for tile_m, tile_n, rs, overlap in _FIRST
         )
 
@@ -131,8 +129,7 @@ class Fa4FwdSm90:
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
         if not uses_block_mask(config, workload):
             return {}
-        extras: dict[str, Any] = {"block_size": list(block_size(config))}
-        return extras if config.get("mask") != "partial" else {**extras, "full_blocks": False}
+        return {"block_size": list(block_size(config))}
 
     def compile(self, config: Config, workload: Workload, room: Room) -> Built:
         from tuner.families import fa4_launch

@@ -127,23 +127,25 @@ def mask_arguments(workload: Workload, sparsity: BlockSparseTensorsTorch | None)
 def _block_lists(config: Config, workload: Workload, *, fake: bool) -> BlockSparseTensorsTorch | None:
     if not uses_block_mask(config, workload):
         return None
-    lists = fake_lists if fake else real_lists
-    return lists(workload, block_size(config), full=config.get("mask") != "partial")
+    return (fake_lists if fake else real_lists)(workload, block_size(config))
 
 
-def fake_lists(workload: Workload, size: tuple[int, int], *, full: bool) -> BlockSparseTensorsTorch:
-    """Return block lists of the right shapes and strides, for compiling; without full ones if not ``full``."""
+def fake_lists(workload: Workload, size: tuple[int, int]) -> BlockSparseTensorsTorch:
+    """Return block lists of the right shapes and strides, for compiling.
+
+    With lists of full blocks, always: FA4 b36 cannot compile a forward without them.
+    """
     rows, columns = -(-workload.seqlen_q // size[0]), -(-workload.seqlen_k // size[1])
     count = torch.empty(1, 1, rows, dtype=torch.int32, device="cuda")
     index = torch.empty(1, 1, rows, columns, dtype=torch.int32, device="cuda")
-    return BlockSparseTensorsTorch(count, index, *((count, index) if full else (None, None)), block_size=size)
+    return BlockSparseTensorsTorch(count, index, count, index, block_size=size)
 
 
-def real_lists(workload: Workload, size: tuple[int, int], *, full: bool) -> BlockSparseTensorsTorch:
-    """Return the block lists of the pattern, from FlexAttention's BlockMask; all in one list if not ``full``."""
+def real_lists(workload: Workload, size: tuple[int, int]) -> BlockSparseTensorsTorch:
+    """Return the block lists of the pattern, from FlexAttention's BlockMask."""
     from tuner.families import flex
 
-    mask = flex.make_block_mask(workload, "cuda", size, full_blocks=full)
+    mask = flex.make_block_mask(workload, "cuda", size)
     assert mask is not None
     return BlockSparseTensorsTorch(
         mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, block_size=size

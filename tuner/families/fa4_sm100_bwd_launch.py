@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from cutlass.cute.runtime import from_dlpack
 from flash_attn.cute import interface, utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,7 +20,7 @@ from tuner.config import Config
 from tuner.families import fa4_cache, fa4_launch, flex, pattern_cute, pattern_torch
 from tuner.families import fa4_sm100_tiles as tiles
 from tuner.families.base import Built, Kernel, Room
-from tuner.families.fa4_bwd_sm100 import block_size, dq_stages, tmem_columns
+from tuner.families.fa4_bwd_sm100 import block_size, dq_stages, smem_bytes, tmem_columns
 from tuner.families.fa4_sm100_launch import built, swapped, using
 from tuner.families.fa4_tiles import uses_block_mask
 from tuner.workload import Workload
@@ -74,12 +75,23 @@ def _backward_kernel(columns: int, stages: int, reduce: int, compute: int, load:
 
 def compile_bwd(config: Config, workload: Workload, room: Room) -> Built:
     """Compile one config's kernels into the room's cache without a GPU; the figures are the main kernel's."""
-    with FakeTensorMode(), _backward(config, room, load=False) as caches:
+    seam = swapped(utils, convert_from_dlpack_leading_static=_semaphore)
+    with FakeTensorMode(), seam, _backward(config, room, load=False) as caches:
         q, k, v, out, lse = fa4_launch.tensors(workload)
         gradients = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
         arguments = _arguments(config, workload, _block_lists(config, workload, fake=True))
         interface._flash_attn_bwd(q, k, v, out, torch.empty_like(out), lse, **gradients, **arguments)
-    return built(caches, columns=None if config.is_stock else tmem_columns(config, workload))
+    if config.is_stock:
+        return built(caches)
+    return built(caches, smem_bytes(config, workload), tmem_columns(config, workload))
+
+
+def _semaphore(tensor: torch.Tensor, leading_dim: int, alignment: int, stride_order: tuple[int, ...]) -> Any:
+    """Describe a semaphore tensor to the compiler, its last mode fixed: FA4's own way asks the driver for a stream."""
+    found = from_dlpack(tensor, assumed_align=alignment, enable_tvm_ffi=True)
+    for mode in (m for m in range(tensor.ndim) if m != leading_dim):
+        found = found.mark_compact_shape_dynamic(mode=mode, stride_order=stride_order)
+    return found
 
 
 def build_bwd(config: Config, workload: Workload, room: Room) -> Kernel:

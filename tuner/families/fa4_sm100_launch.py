@@ -165,7 +165,7 @@ def build_fwd(config: Config, workload: Workload, room: Room) -> Kernel:
 
 
 def _forward_arguments(config: Config, workload: Workload, *, fake: bool) -> dict[str, Any]:
-    arguments = fa4_launch.pattern_arguments(config, workload, block_lists(config, workload, fake=fake))
+    arguments = fa4_launch.pattern_arguments(config, workload, _block_lists(config, workload, fake=fake))
     if not config.is_stock:
         arguments["tile_mn"] = (tiles.TILE_M, config["tile_n"])
         arguments["num_splits"] = config["num_splits"]
@@ -173,19 +173,7 @@ def _forward_arguments(config: Config, workload: Workload, *, fake: bool) -> dic
     return arguments
 
 
-def block_lists(config: Config, workload: Workload, *, fake: bool) -> BlockSparseTensorsTorch | None:
-    """Return the forward's block lists that a config wants, if any.
-
-    FA4 b36 cannot compile its Blackwell forward without lists of full blocks, so that ``partial`` has empty ones.
-    """
+def _block_lists(config: Config, workload: Workload, *, fake: bool) -> BlockSparseTensorsTorch | None:
     if not uses_block_mask(config, workload):
         return None
-    size = tiles.block_size(config)
-    if fake:
-        return fa4_launch.fake_lists(workload, size, full=True)
-    partial = config.get("mask") == "partial"
-    lists = fa4_launch.real_lists(workload, size, full=not partial)
-    if not partial:
-        return lists
-    none = torch.zeros_like(lists.mask_block_cnt)
-    return lists._replace(full_block_cnt=none, full_block_idx=lists.mask_block_idx)
+    return (fa4_launch.fake_lists if fake else fa4_launch.real_lists)(workload, tiles.block_size(config))

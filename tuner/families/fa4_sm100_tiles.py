@@ -18,6 +18,7 @@ TMEM_COLUMNS = 512
 # FA4 b36 gives 224 KiB of it to Q, O, K and V; barriers and row statistics live in the rest.
 SMEM_LIMIT_BYTES = 232_448
 SMEM_TILES_BYTES = 224 << 10
+_PING_PONG_FROM = {64: 16, 128: 64}  # K/V tiles of a split, by head_dim; FA4 has no such number for 256
 _MOST_KV_STAGES = 32  # FA4's cap, so that barriers stay small at narrow heads
 
 # setmaxnreg moves registers between warp groups in eights, from 24 to 256 each (PTX ISA). The launch
@@ -62,9 +63,12 @@ def smem_bytes(config: Config, workload: Workload) -> int:
     A tile in flight has two statistics of 4 bytes for each of its rows, 1 KiB; barriers and the alignment of
     what follows them take another.
     """
-    tiles = _q_o_bytes(config, workload) + kv_stage_of(config, workload) * _slot_bytes(config, workload)
+    tiles = _q_o_bytes(config, workload)
     if uneven_ring(config, workload):
-        tiles += int(config["tile_n"]) * padded(workload.head_dim_v) * 2 // _blocks(config)
+        v = int(config["tile_n"]) * padded(workload.head_dim_v) * 2 // _blocks(config)
+        tiles += 2 * _slot_bytes(config, workload) + v
+    else:
+        tiles += kv_stage_of(config, workload) * _slot_bytes(config, workload)
     in_flight = 2 if s_ping_pong(config, workload) else int(config["q_stage"])
     return tiles + 1024 * (in_flight + 1)
 
@@ -73,13 +77,22 @@ def s_ping_pong(config: Config, workload: Workload) -> bool:
     """Tell whether FA4 keeps two score tiles of one Q tile in flight; it decides so by itself."""
     plain = config["mask"] == "native" and not workload.pattern.scores
     same = workload.head_dim == workload.head_dim_v and workload.head_dim in (64, 128, 256)
-    return plain and same and config["q_stage"] == 1 and config["tile_n"] == 128
+    if not plain or not same or config["q_stage"] != 1 or config["tile_n"] != 128:
+        return False
+    if config["num_splits"] == 1:
+        return True
+    window = workload.pattern.mask("sliding_window")
+    keys = workload.seqlen_k
+    if window is not None:
+        keys = min(keys, int(window["window"]) + TILE_M)  # type: ignore[arg-type]
+    in_all = -(-keys // 128)
+    return -(-in_all // int(config["num_splits"])) >= _PING_PONG_FROM.get(workload.head_dim, keys)
 
 
 def uneven_ring(config: Config, workload: Workload) -> bool:
-    """Tell whether FA4 fits a third stage between two: head_dim 192 over 128, where only two whole slots fit."""
+    """Tell whether FA4 puts a V of its own size between two Ks: three stages of head_dim 192 over 128."""
     wide = (padded(workload.head_dim), padded(workload.head_dim_v)) == (192, 128)
-    return wide and not config["kv_stage"] and kv_stages_that_fit(config, workload) == 2
+    return wide and not config["kv_stage"] and kv_stages_that_fit(config, workload) in (2, 3)
 
 
 def forward_registers(config: Config) -> tuple[int, int, int]:
