@@ -104,7 +104,7 @@ class FlexTriton:
     def first(self, workload: Workload) -> tuple[Config, ...]:
         space, names = self.space(workload), (*_TILES[workload.op], "num_warps", "num_stages")
         masked = {"q_block": 128, "kv_block": 128, "full_blocks": True} if workload.pattern.masks else {}
-        configs = {}
+        configs: dict[Config, None] = {}
         for values in _FIRST[workload.op]:
             # a few queries get the tallest tile that is offered for them
             params = {n: min(v, int(space[n][-1])) for n, v in zip(names, values, strict=True)}
