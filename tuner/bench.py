@@ -16,7 +16,7 @@ from tuner._child_io import error_text
 from tuner.config import Config
 from tuner.lab import Lab, Timer
 from tuner.trial import TrialStatus
-from tuner.verify import STOCK_LIMIT, Errors, errors, judge
+from tuner.verify import OUT, Errors, decisive, errors, judge_all, named, stock_refused
 
 PAIRS = 15
 _HOPELESS_AFTER, _HOPELESS_RATIO = 3, 0.7  # a config this far behind needs no more pairs
@@ -46,8 +46,8 @@ class Bench:
             self._draws = [(inputs, lab.reference(inputs)) for inputs in map(lab.draw, seeds)]
             kernel = lab.build(default)
             self._stock = self._errors(kernel)[0]
-            if not self._stock.whole <= STOCK_LIMIT[dtype]:
-                raise BenchError(f"the default's relative error is {self._stock.whole:.3g}, above {STOCK_LIMIT[dtype]}")
+            if reason := stock_refused(self._stock, dtype):
+                raise BenchError(reason)
             if repeatable and not self._repeats(kernel):
                 raise BenchError(_UNREPEATABLE)
             self._default = lab.timer(kernel)
@@ -130,37 +130,48 @@ class Bench:
                 return True
         return bool(conditions["throttled"])
 
-    def _errors(self, kernel: Any) -> tuple[Errors, int]:
-        """Return the worst errors over the draws, and how many draws were looked at."""
-        worst = Errors(0.0, 0.0)
+    def _errors(self, kernel: Any) -> tuple[dict[str, Errors], int]:
+        """Return the errors of every output over the draws, and how many draws were looked at."""
+        worst: dict[str, Errors] = {}
         for n, (inputs, ref) in enumerate(self._draws, start=1):
-            worst = worst.worst(errors(self._lab.run(kernel, inputs), ref))
-            if worst.whole != worst.whole:
+            found = named(self._lab.run(kernel, inputs))
+            for name, right in named(ref).items():
+                label = name if name == OUT else f"{name} (draw {n})"
+                worst[label] = worst.get(label, Errors(0.0, 0.0)).worst(errors(found[name], right))
+            if any(e.whole != e.whole for e in worst.values()):
                 return worst, n
         return worst, len(self._draws)
 
     def _repeats(self, kernel: Any) -> bool:
-        """Tell whether a kernel gives the same bits each time, on every draw."""
+        """Tell whether a kernel gives the same bits each time, in every output and on every draw."""
         for inputs, _ in self._draws:
-            first = copy.deepcopy(self._lab.run(kernel, inputs))
-            if not all(bool((self._lab.run(kernel, inputs) == first).all()) for _ in range(_REPEATS)):
-                return False
+            first = copy.deepcopy(named(self._lab.run(kernel, inputs)))
+            for _ in range(_REPEATS):
+                again = named(self._lab.run(kernel, inputs))
+                if not all(bool((again[name] == first[name]).all()) for name in first):
+                    return False
         return True
 
     def _verify(self, kernel: Any) -> dict[str, Any]:
         found, draws = self._errors(kernel)
-        reason = judge(found, self._stock)
+        reason = judge_all(found, self._stock)
         if not reason and self._repeatable and not self._repeats(kernel):
             reason = _UNREPEATABLE
+        output = decisive(found, self._stock)
         return {
-            "error": found.whole,
-            "row_error": found.row,
-            "stock_error": self._stock.whole,
-            "stock_row_error": self._stock.row,
+            "error": found[output].whole,
+            "row_error": found[output].row,
+            "stock_error": self._stock[output].whole,
+            "stock_row_error": self._stock[output].row,
             "draws": draws,
             "seed": self._seeds[0],
             "passed": not reason,
             "reason": reason,
+            "outputs": {
+                name: [its.whole, its.row, self._stock[name].whole, self._stock[name].row]
+                for name, its in found.items()
+                if name != OUT
+            },
         }
 
     def _pairs(self, config: Timer, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

@@ -81,6 +81,18 @@ class Workload:
                 "queries would see nothing; use full, or a longer seqlen_k"
             )
 
+        if self.op == "bwd" and self._sees_one_key():
+            raise WorkloadError(
+                f"under {self.pattern} with seqlen_k {self.seqlen_k} every query sees one key, so dq and dk of op bwd "
+                "are zero and nothing can be verified; widen the pattern, or tune op fwd"
+            )
+
+    def _sees_one_key(self) -> bool:
+        document = self.pattern.mask("document")
+        window = self.pattern.mask("sliding_window")
+        longest = self.seqlen_k if document is None else max(document_lengths(document, self.seqlen_k))
+        return longest == 1 or (window is not None and window["window"] == 1)
+
     @property
     def key(self) -> str:
         """Canonical, versioned text: equal exactly for equal workloads."""

@@ -18,7 +18,8 @@ from tuner.workload import Workload
 
 Space = Mapping[str, tuple[Param, ...]]
 
-# A kernel ready to run: takes one set of inputs, returns the output tensor.
+# A kernel ready to run: takes one set of inputs, returns the output tensor; a backward returns
+# (dq, dk, dv). One with a method ``prepare(inputs)`` has that called before it is timed on them.
 Kernel = Callable[[Any], Any]
 
 

@@ -24,8 +24,8 @@ class Sdpa(Untunable):
             return f"needs {self._device}, the target is {target.arch}"
         if self._device == "cuda" and target.arch not in ("sm_80", "sm_89", "sm_90a", "sm_100a"):
             return f"cuDNN's fused attention needs sm_80 or newer, the target is {target.arch}"
-        if workload.op != "fwd" or workload.layout != "dense":
-            return f"computes dense fwd here, not {workload.layout} {workload.op}"
+        if workload.layout != "dense":
+            return f"has no {workload.layout} layout here"
         if self._device == "cuda" and workload.dtype == "float32":
             return "cuDNN computes bfloat16 and float16, not float32"
         if self._device == "cuda" and max(workload.head_dim, workload.head_dim_v) > 256:
@@ -57,6 +57,15 @@ class Sdpa(Untunable):
             torch.backends.cuda.enable_cudnn_sdp(True)
         causal = bool(workload.pattern.masks)
         gqa = workload.heads_q != workload.heads_kv
+
+        if workload.op == "bwd":
+            from tuner.families.autograd import Backward
+
+            return Backward(
+                lambda q, k, v: scaled_dot_product_attention(
+                    q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, enable_gqa=gqa
+                ).transpose(1, 2)
+            )
 
         def run(inputs: Any) -> torch.Tensor:
             out = scaled_dot_product_attention(
