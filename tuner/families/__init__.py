@@ -31,6 +31,7 @@ REGISTRY: dict[str, str] = {
 # Never compete unless named: the instruments of honesty checks.
 INSTRUMENTS: dict[str, str] = {
     "decoy": "tuner.families.decoy:FAMILY",
+    "decoy_bwd": "tuner.families.decoy:BACKWARD",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.config import Config
-from tuner.families.base import Built, Kernel, Room, Untunable
+from tuner.families.base import Built, Kernel, Room, Untunable, backward_refused
 from tuner.target import Target
 from tuner.workload import Workload
 
@@ -36,7 +36,7 @@ class Sdpa(Untunable):
             return f"has no argument for {workload.pattern}"
         if workload.pattern.masks and workload.seqlen_q != workload.seqlen_k:
             return "aligns causal to the top left, which differs where seqlen_q is not seqlen_k"
-        return ""
+        return backward_refused(workload)
 
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
         return {}
