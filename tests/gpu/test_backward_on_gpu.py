@@ -49,7 +49,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(target: Target, folder: Path) -> Iterator[CompilePool]:
+    """A pool that begins with everything at once: one test after the other would keep two cores busy."""
     with CompilePool(target, folder, workers=14, visible_devices=target.uuid) as pool:
+        everything = [(pattern, shape, fa4_configs) for pattern, shape in CASES]
+        everything += [(pattern, {"heads_kv": 2}, rivals) for pattern in RIVALS]
+        everything.append(("causal", RECORDED, recorded_configs))
+        for pattern, shape, configs in everything:
+            w = workload(pattern, **shape)
+            for config in configs(w, target):
+                pool.submit(config, w, timeout_s=300)
         yield pool
 
 
@@ -109,27 +117,52 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+RIVALS = {
+    "causal": ["flex_flash_stock", "flex_triton_stock", "cudnn", "fa4_bwd_sm90"],
+    "document(mean=200)": ["flex_flash_stock", "flex_triton_stock", "fa4_bwd_sm90"],
+    "causal + softcap(20)": ["flex_flash_stock", "flex_triton_stock", "fa4_bwd_sm90"],
+}
+RECORDED = {"heads_q": 16, "heads_kv": 16, "seqlen_q": 4096, "seqlen_k": 4096}
+
+
+def fa4_configs(w: Workload, target: Target) -> list[Config]:
+    first = [c for c in FA4.first(w) if not FA4.feasible(c, w, target)]
+    # for head_dim 128 one that was recorded as right, and is not FA4's choice
+    return [FA4.stock(w), first[3 if len(first) > 3 else 1]]
+
+
+def rivals(w: Workload, target: Target) -> list[Config]:
+    return [f.stock(w) for f in families.able(w, target)[0]]
+
+
+def recorded_configs(w: Workload, target: Target) -> list[Config]:
+    """The stock config, four recorded as right, and the four that ran without any error and were wrong."""
+    by_outcome: dict[str, list[Config]] = {"incorrect": [], "ok": [], "run_error": []}
+    for row in SAMPLE:
+        if row["config"] is not None:
+            by_outcome[row["outcome"]].append(
+                Config.make("fa4_bwd_sm90", 1, **row["config"], dQ_single_wg=False, q_blocks=1)
+            )
+    return [FA4.stock(w), *by_outcome["ok"][:4], *by_outcome["incorrect"]]
+
+
 @pytest.mark.parametrize(("pattern", "shape"), CASES)
 def test_fa4_is_right_as_shipped_and_in_a_tuned_config(
     pattern: str, shape: dict[str, Any], target: Target, pool: CompilePool, sandbox: Sandbox
 ) -> None:
     w = workload(pattern, **shape)
     assert FA4.refuses(w, target) == ""
-    first = [c for c in FA4.first(w) if not FA4.feasible(c, w, target)]
-    own = first[min(3, len(first) - 1)]  # for head_dim 128 one that was recorded as right, and is not FA4's choice
-    trials = tried(w, [FA4.stock(w), own], pool, sandbox)
+    trials = tried(w, fa4_configs(w, target), pool, sandbox)
     assert failed(trials) == {}
     assert [t.config.key for t in trials if t.notes] == [], "a kernel compiled again while measuring"
 
 
-@pytest.mark.parametrize("pattern", ["causal", "document(mean=200)", "causal + softcap(20)"])
+@pytest.mark.parametrize("pattern", RIVALS)
 def test_every_rival_is_right(pattern: str, target: Target, pool: CompilePool, sandbox: Sandbox) -> None:
     w = workload(pattern, heads_kv=2)
-    able, _ = families.able(w, target)
-    names = [f.name for f in able]
-    expected = ["flex_flash_stock", "flex_triton_stock", *(["cudnn"] if pattern == "causal" else []), "fa4_bwd_sm90"]
-    assert [n for n in names if n in expected] == expected
-    trials = tried(w, [families.load(n).stock(w) for n in expected], pool, sandbox)
+    configs = rivals(w, target)
+    assert [c.family for c in configs] == RIVALS[pattern]
+    trials = tried(w, configs, pool, sandbox)
     assert failed(trials) == {}
     assert [t.config.key for t in trials if t.notes] == [], "a kernel compiled again while measuring"
 
@@ -137,16 +170,8 @@ def test_every_rival_is_right(pattern: str, target: Target, pool: CompilePool, s
 def test_wrong_gradients_are_found_and_right_ones_are_not_accused(
     target: Target, pool: CompilePool, sandbox: Sandbox
 ) -> None:
-    """The recorded configs: four that run without any error and return wrong gradients, and four right ones."""
-    w = workload("causal", heads_q=16, heads_kv=16, seqlen_q=4096, seqlen_k=4096)
-    by_outcome: dict[str, list[Config]] = {"incorrect": [], "ok": []}
-    for row in SAMPLE:
-        if row["config"] is not None and row["outcome"] in by_outcome:
-            by_outcome[row["outcome"]].append(
-                Config.make("fa4_bwd_sm90", 1, **row["config"], dQ_single_wg=False, q_blocks=1)
-            )
-    wrong, right = by_outcome["incorrect"], by_outcome["ok"][:4]
-    trials = tried(w, [FA4.stock(w), *right, *wrong], pool, sandbox)
+    w = workload("causal", **RECORDED)
+    trials = tried(w, recorded_configs(w, target), pool, sandbox)
     assert [str(t.status) for t in trials] == ["ok"] * 5 + ["incorrect"] * 4
     for t in trials[5:]:
         assert t.verification is not None
