@@ -93,7 +93,7 @@ def test_the_answer_is_a_right_one_and_can_be_looked_up(home: Path, outcome: dic
 
 
 def test_a_workload_file_takes_it_too(home: Path) -> None:
-    shape = 'batch = 1\nheads_q = 2\nseqlen = 128\nhead_dim = 32\ndtype = "float32"\n'
+    shape = 'batch = 1\nheads = 2\nseqlen = 128\nhead_dim = 32\ndtype = "float32"\n'
     (home / "bwd.toml").write_text('[[workload]]\nname = "own"\nop = "bwd"\npattern = "full"\n' + shape)
     (found,) = run(home, "tune", "bwd.toml", "--device", "cpu")["outcomes"]
     assert (found["workload"]["op"], found["tuned"]["verdict"]) == ("bwd", "kept default")
