@@ -171,7 +171,10 @@ class Run:
             spared = any(work["deaths"] >= SPARED_DEATHS for work in held)
         if spared:
             return False
-        os.kill(pid, signal.SIGKILL)
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:  # it ended by itself meanwhile
+            return False
         self.tally.kills[kind] += 1
         for work in held if kind not in _STAGES else ():
             self.watch(work)

@@ -216,7 +216,7 @@ class Work:
 
 def _expire(session: Session, row: WorkModel) -> Expired:
     row.deaths += row.begun
-    row.rank += turns.LATER if row.begun else 0
+    row.rank += turns.LATER if row.begun and row.deaths > 1 else 0  # once may be chance: it goes on at once
     dead = row.worker_id
     row.worker_id, row.begun = None, False
     config = Config.from_dict(row.config) if row.config else None

@@ -371,6 +371,16 @@ def test_what_failed_comes_last(store: Store) -> None:
     assert [c.deaths for c in found] == [0, 0, 0, 1]
 
 
+def test_what_one_worker_died_with_goes_on_at_once_and_what_two_did_comes_last(store: Store) -> None:
+    started(store, configs=3)
+    for dead, expected in (("w1", 0), ("w2", 1)):
+        (found,) = store.work.claim(dead, stage="measure", keys=[CLASS], begin=True)
+        assert (found.config, found.deaths) == (config(0), expected)
+        store.work.reap(dead)
+    found = store.work.claim("w3", stage="measure", keys=[CLASS], limit=9)
+    assert [(c.config, c.deaths) for c in found] == [(config(1), 0), (config(2), 0), (config(0), 2)]
+
+
 def test_work_that_was_not_begun_is_given_back_at_no_cost(store: Store) -> None:
     started(store, configs=2)
     for _ in range(2 * ATTEMPTS):
