@@ -44,6 +44,8 @@ class _Product:
             rows, columns, along, across = columns, rows, across, along
         if rows % (64 * along):
             return f"{name} puts {rows} on the axis of 64 rows a wgmma, which {along} warp group(s) cannot share"
+        # Not refused: 40 or 56 columns of S a warp group, which gave wrong gradients in four recorded cases
+        # of four. FA4 itself ships 24 of them for head_dim 256; the verification tells these apart.
         if columns % (8 * across) or columns // across > 256:
             return f"{name} leaves {columns} columns to {across} warp group(s), not multiples of 8 up to 256 each"
         return ""
