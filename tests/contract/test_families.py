@@ -60,6 +60,7 @@ SHAPES: list[dict[str, Any]] = [
     {"head_dim": 8, "deterministic": True},
     {"op": "bwd"},
     {"op": "bwd", "head_dim": 128, "heads_kv": 1, "deterministic": True},
+    {"op": "bwd", "head_dim": 256, "head_dim_v": 256},
     {"layout": "varlen"},
     {"seqlen_q": 1, "batch": 64, "heads_kv": 1},
 ]

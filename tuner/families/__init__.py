@@ -38,6 +38,7 @@ SECOND_CHOICE = ("flex_triton",)
 # Never compete unless named: the instruments of honesty checks.
 INSTRUMENTS: dict[str, str] = {
     "decoy": "tuner.families.decoy:FAMILY",
+    "decoy_bwd": "tuner.families.decoy:BACKWARD",
 }
 
 

@@ -6,10 +6,13 @@ and one after for each gradient that was summed in float32. All are compiled ahe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from flash_attn.cute import interface
+from flash_attn.cute import interface, utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -57,7 +60,7 @@ class Seam:
 def compile_bwd(config: Config, workload: Workload, room: Room) -> Built:
     """Compile one config's kernels into the room's cache without a GPU; figures are of the backward itself."""
     w, dtype = workload, getattr(torch, workload.dtype)
-    with FakeTensorMode(), Seam(config, room, load=False) as seam:
+    with FakeTensorMode(), _fake_semaphores(), Seam(config, room, load=False) as seam:
         for cache in seam.caches.values():
             cache.asked.clear()
 
@@ -76,6 +79,20 @@ def compile_bwd(config: Config, workload: Workload, room: Room) -> Built:
     smem = None if config.is_stock else smem_bytes(dict(config.params), workload)
     files = tuple(dict.fromkeys(path for cache in seam.caches.values() for path in cache.asked))
     return Built(Resources(found.registers, found.spill_bytes, smem, found.code_bytes), files)
+
+
+@contextmanager
+def _fake_semaphores() -> Iterator[None]:
+    """Let FA4 describe the semaphores of a deterministic backward without a GPU.
+
+    It hands all tensors to the compiler by TVM's DLPack but these, and torch's own asks a fake tensor's device.
+    """
+    original = utils.from_dlpack
+    utils.from_dlpack = partial(original, enable_tvm_ffi=True)
+    try:
+        yield
+    finally:
+        utils.from_dlpack = original
 
 
 def build_bwd(config: Config, workload: Workload, room: Room) -> Kernel:

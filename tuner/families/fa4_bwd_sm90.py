@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.config import Config
-from tuner.families.base import Built, Kernel, Room, Space
+from tuner.families.base import Built, Kernel, Room, Space, backward_refused
 from tuner.families.fa4_bwd_tiles import (
     block_size,
     dq_groups,
@@ -57,7 +57,7 @@ _NAMES = (
 )
 
 # To try first: FA4's own choices by head_dim, and the nearest of 18 sampled on an H200 (2026-12-01,
-# head_dim 128, causal). In the order of _NAMES; those that do not fit a workload are skipped.
+# head_dim 128, causal). In the order of _NAMES.
 _FIRST: tuple[tuple[int | bool, ...], ...] = (
     (128, 128, 2, 2, 2, True, False, False, 1, 2, 2, 2, False),  # head_dim 64
     (64, 128, 2, 2, 2, True, False, False, 1, 2, 1, 2, True),  # 96
@@ -98,7 +98,7 @@ class Fa4BwdSm90:
             return f"sums over grouped heads only where head_dim_v equals head_dim, not {w.head_dim_v} and {w.head_dim}"
         if w.deterministic and uses_block_mask(w):
             return f"is not deterministic with a BlockMask on sm_90, and {w.pattern} needs one"
-        return ""
+        return backward_refused(w)
 
     def stock(self, workload: Workload) -> Config:
         return Config.make(self.name, self.version)
@@ -126,9 +126,11 @@ class Fa4BwdSm90:
         }
 
     def first(self, workload: Workload) -> tuple[Config, ...]:
+        space = self.space(workload)
         return tuple(
             Config.make(self.name, self.version, **dict(zip(_NAMES, values, strict=True)), q_blocks=1)
             for values in _FIRST
+            if all(value in space[name] for name, value in zip(_NAMES, values, strict=True))
         )
 
     def feasible(self, config: Config, workload: Workload, target: Target) -> str:

@@ -47,7 +47,8 @@ class Objects(Cache):
     def __contains__(self, key: Any) -> bool:
         path = self.cache_path / f"{self._key_to_hash(key)}.o"
         self.asked.append(path)
-        return path.exists() and path.stat().st_size > 0
+        there: bool = path.exists() and path.stat().st_size > 0
+        return there
 
 
 _caches: dict[tuple[Path, bool], Cache] = {}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from tuner.families import pattern_torch
@@ -42,7 +43,7 @@ def build(
     if workload.op == "bwd":
         pattern_torch.refuse_captured_gradients(score_mod)
         # A backward that may destroy what its forward saved cannot run twice on one graph.
-        torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined]
+        functorch_config.donated_buffer = False
         return Backward(
             lambda q, k, v: compiled(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.config import Config
-from tuner.families.base import Built, Kernel, Room, Untunable
+from tuner.families.base import Built, Kernel, Room, Untunable, backward_refused
 from tuner.families.fa4_bwd_tiles import stock_dq_refused
 from tuner.target import Target
 from tuner.workload import Workload
@@ -32,9 +32,9 @@ class FlexStock(Untunable):
             return "computes bfloat16 and float16, not float32"
         if max(workload.head_dim, workload.head_dim_v) > self._max_head_dim:
             return f"head_dim goes to {self._max_head_dim}, not {max(workload.head_dim, workload.head_dim_v)}"
-        if workload.op == "bwd" and self._backend == "FLASH":
-            return _flash_bwd_refused(workload, target)
-        return ""
+        if workload.op == "bwd" and self._backend == "FLASH" and (reason := _flash_bwd_refused(workload, target)):
+            return reason
+        return backward_refused(workload)
 
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
         extras: dict[str, Any] = {"kernel_options": {"BACKEND": self._backend}}
