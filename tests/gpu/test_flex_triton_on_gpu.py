@@ -65,6 +65,19 @@ def test_two_configs_are_right(pattern: str, target: Target, pool: tuple[Compile
     assert [t.verification.passed for t in trials if t.verification] == [True] * 2
 
 
+def test_a_backward_is_right(target: Target, pool: tuple[CompilePool, Path]) -> None:
+    w = workload("causal").with_(op="bwd")
+    tiles = {"BLOCK_M1": 32, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 32, "num_warps": 4, "num_stages": 2}
+    tuned = Config.make(FAMILY.name, FAMILY.version, **tiles, q_block=128, kv_block=128, full_blocks=True)
+    assert FAMILY.feasible(tuned, w, target) == ""
+    compilers, folder = pool
+    compiled = {c: compilers.submit(c, w).result() for c in (FAMILY.stock(w), tuned)}
+    assert {c.label: found.error for c, found in compiled.items() if found.status is not TrialStatus.OK} == {}
+    with Sandbox(target, folder, visible_devices=target.uuid) as sandbox:
+        trial = sandbox.open(w, FAMILY.stock(w), "graph").attempt(tuned, compiled[tuned])
+    assert (str(trial.status), trial.error) == ("ok", "")
+
+
 def test_a_config_that_does_not_compile_is_a_result(target: Target, pool: tuple[CompilePool, Path]) -> None:
     """And shows that the options are heard: a block of 128 keys does not divide a BlockMask of 64."""
     w = workload("causal")

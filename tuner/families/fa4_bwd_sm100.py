@@ -27,7 +27,7 @@ from typing import Any
 
 from tuner.config import Config
 from tuner.families import fa4_sm100_tiles as tiles
-from tuner.families.base import Built, Kernel, Room, Space
+from tuner.families.base import Built, Kernel, Room, Space, backward_refused
 from tuner.families.fa4_fwd_sm100 import cannot_on_sm100
 from tuner.families.fa4_tiles import mask_refused, uses_block_mask
 from tuner.target import Target
@@ -58,7 +58,7 @@ class Fa4BwdSm100:
             return f"FA4's backward for head_dim 256 takes neither a BlockMask nor a softcap: not {workload.pattern}"
         if workload.deterministic and lists:
             return f"is deterministic under {workload.pattern} only with an order of writes that is not built here yet"
-        return ""
+        return backward_refused(workload)
 
     def stock(self, workload: Workload) -> Config:
         return Config.make(self.name, self.version)

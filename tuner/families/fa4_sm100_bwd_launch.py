@@ -7,11 +7,10 @@ conversions of float32 sums after it. Their compile keys name no architecture, s
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
-from cutlass.cute.runtime import from_dlpack
 from flash_attn.cute import interface, utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -75,7 +74,9 @@ def _backward_kernel(columns: int, stages: int, reduce: int, compute: int, load:
 
 def compile_bwd(config: Config, workload: Workload, room: Room) -> Built:
     """Compile one config's kernels into the room's cache without a GPU; the figures are the main kernel's."""
-    seam = swapped(utils, convert_from_dlpack_leading_static=_semaphore)
+    # FA4 hands all tensors to the compiler by TVM's DLPack but the semaphores of a deterministic backward, and
+    # torch's own asks a fake tensor's device
+    seam = swapped(utils, from_dlpack=partial(utils.from_dlpack, enable_tvm_ffi=True))
     with FakeTensorMode(), seam, _backward(config, room, load=False) as caches:
         q, k, v, out, lse = fa4_launch.tensors(workload)
         gradients = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
@@ -84,14 +85,6 @@ def compile_bwd(config: Config, workload: Workload, room: Room) -> Built:
     if config.is_stock:
         return built(caches)
     return built(caches, smem_bytes(config, workload), tmem_columns(config, workload))
-
-
-def _semaphore(tensor: torch.Tensor, leading_dim: int, alignment: int, stride_order: tuple[int, ...]) -> Any:
-    """Describe a semaphore tensor to the compiler, its last mode fixed: FA4's own way asks the driver for a stream."""
-    found = from_dlpack(tensor, assumed_align=alignment, enable_tvm_ffi=True)
-    for mode in (m for m in range(tensor.ndim) if m != leading_dim):
-        found = found.mark_compact_shape_dynamic(mode=mode, stride_order=stride_order)
-    return found
 
 
 def build_bwd(config: Config, workload: Workload, room: Room) -> Kernel:

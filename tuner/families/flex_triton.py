@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.config import Config, Param
-from tuner.families.base import Built, Kernel, Room, Space
+from tuner.families.base import Built, Kernel, Room, Space, backward_refused
 from tuner.target import Target
 from tuner.workload import Workload
 
@@ -83,7 +83,7 @@ class FlexTriton:
             return f"needs sm_80 or newer, for asynchronous copies and bfloat16; the target is {target.arch}"
         if workload.layout != "dense":
             return f"has no {workload.layout} layout"
-        return ""
+        return backward_refused(workload)
 
     def stock(self, workload: Workload) -> Config:
         return Config.make(self.name, self.version)
