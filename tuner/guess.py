@@ -1,0 +1,99 @@
+"""What a search believes about its family's configs: the surrogate, fed with trials and neighbours.
+
+Translates between trials and ``tuner.surrogate``: gains are relative to the family's own stock config,
+while what has to be beaten is the best of all families.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+
+import numpy as np
+
+from tuner.config import Config
+from tuner.families.base import KernelFamily
+from tuner.priors import MAX_EVIDENCE, Neighbour, likeness, log_gains, nearest
+from tuner.surrogate import Surrogate
+from tuner.target import Target
+from tuner.trial import Trial, TrialStatus
+from tuner.workload import Workload
+
+MAX_POINTS, MAX_TRIALS = 20_000, 500  # beyond, the surrogate's matrices cost more than they are worth
+_TRIALS = 5  # measured configs of this study after which it knows more than chance
+_EVIDENCE = 20  # measured configs of neighbours after which it knows more than a family's first
+_AGREED = 3  # measured configs that must have been compared with the priors before these end a search
+
+
+class Guess:
+    """Beliefs about ``points`` of one family for one workload. ``priors`` are trials of other studies."""
+
+    def __init__(
+        self,
+        family: KernelFamily,
+        points: Sequence[Config],
+        workload: Workload,
+        target: Target,
+        priors: Sequence[Neighbour] = (),
+    ) -> None:
+        self._points = points
+        self._index = {c.key: i for i, c in enumerate(points)}
+        self._stock_key = Config.make(family.name, family.version).key
+        self._stock = self._best = 0.0  # log ratios to the default: of the stock config, and the best of all families
+        self._ratios: dict[int, float | None] = {}
+        near = nearest(workload, target, priors)
+        evidence = [(t.config, gain, study)
+                    for study, n in enumerate(near)
+                    for t, gain in log_gains(n.trials, family.name, family.version)][:MAX_EVIDENCE]  # fmt: skip
+        places = [(n.workload, n.target) for n in near] + [(workload, target)]
+        alike = [[likeness(*a, *b) for b in places] for a in places]
+        self._model = Surrogate(family.space(workload), points, evidence, alike)
+
+    @property
+    def has_priors(self) -> bool:
+        """Tell whether neighbours were measured often enough to begin with what they say."""
+        return self._model.evidence >= _EVIDENCE
+
+    @property
+    def ready(self) -> bool:
+        """Tell whether it has something to say."""
+        return (self.has_priors or self._model.told >= _TRIALS) and len(self._ratios) <= MAX_TRIALS
+
+    def note(self, key: str) -> None:
+        """Take note that a config is being tried, its result to come."""
+        self._model.add(self._index[key])
+
+    def hear(self, trial: Trial) -> None:
+        """Take a trial of any family in."""
+        worked = trial.status is TrialStatus.OK and trial.ratio
+        log = math.log(trial.ratio) if worked and trial.ratio else None
+        self._best = max(self._best, log or 0.0)
+        if trial.config.key == self._stock_key and log is not None:
+            self._stock = log
+            for point, known in self._ratios.items():
+                self._tell(point, known)
+        elif (point_of := self._index.get(trial.config.key)) is not None:
+            self._ratios[point_of] = log
+            self._tell(point_of, log)
+
+    def propose(self, known: Container[str]) -> Config | None:
+        """Return the config that is expected to gain most over the best so far; None if all are known."""
+        gains = self._model.expected_gain(self._best - self._stock)
+        for point in np.argsort(-gains, kind="stable"):
+            config = self._points[point]
+            if config.key not in known:
+                return config
+        return None
+
+    def settled(self, margin: float, confidence: float, least: int) -> bool:
+        """Tell whether, with ``confidence``, no config left beats the best by more than ``margin``.
+
+        Never before ``least`` configs were measured, or a few where neighbours know the space.
+        """
+        if self._model.told < (_AGREED if self.has_priors else least):
+            return False
+        to_beat = self._best - self._stock + math.log1p(margin)
+        return self._model.chance_of_better(to_beat) < 1 - confidence
+
+    def _tell(self, point: int, log: float | None) -> None:
+        self._model.tell(point, None if log is None else log - self._stock)
