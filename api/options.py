@@ -52,6 +52,10 @@ FamilyOption = Annotated[
     list[str] | None, typer.Option("--family", "-f", help="Only this kernel family; give it again for more.")
 ]
 TrialsOption = Annotated[int, typer.Option("--trials", "-n", help="Configs to try, besides the stock ones.")]
+SecondsOption = Annotated[
+    float | None,
+    typer.Option("--seconds", help="Seconds to search one workload, finals not counted."),
+]
 MarginOption = Annotated[float, typer.Option(help="Publish only what is faster by this fraction.")]
 FileArgument = Annotated[
     Path | None, typer.Argument(help="A TOML file of workloads; without one, the options name a workload.")

@@ -80,7 +80,7 @@ class Guess:
         """Return the config that is expected to gain most over the best so far; None if all are known."""
         gains = self._model.expected_gain(self._best - self._stock)
         for point in np.argsort(-gains, kind="stable"):
-            config = self._points[point]
+            config = self._points[int(point)]
             if config.key not in known:
                 return config
         return None

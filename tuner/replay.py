@@ -191,7 +191,9 @@ def replay_all(
         neighbours = neighbours_of(cell, cells)
         for strategy in strategies:
             for seed in range(seeds):
-                yield replay(cell, strategy, seed=seed, budget=budget, neighbours=neighbours, ahead=ahead, margin=margin)
+                yield replay(
+                    cell, strategy, seed=seed, budget=budget, neighbours=neighbours, ahead=ahead, margin=margin
+                )
                 done += 1
                 say(done, total)
 

@@ -35,6 +35,7 @@ _OFFSET = 0.1  # variance of what all configs of a study share, in units of the 
 _NOISE = 0.002  # variance of a measurement, in the same units
 _OWN = 0.01  # variance of what tunables do not explain: nobody knows a config before it is measured
 _BAD = 0.2  # beyond 20% behind the stock config, how far does not matter any more
+_GROW = 64  # rows
 _SCALE_WEIGHT, _SCALE = 2.0, 0.001  # the prior of the variance: worth 2 * 2 trials, a spread of 3%
 
 
@@ -55,8 +56,14 @@ class Surrogate:
         self._space = space
         self._points = self._encode(points)
         self._rows: list[int] = []  # points added, in order
+        self._spreads: list[float] = []  # of each row, given those before
         self._gains: dict[int, float] = {}
-        self._tried, self._worked = np.zeros(len(points)), np.zeros(len(points))
+        self._tried: Array = np.zeros(len(points))  # how many alike were tried, and worked
+        self._worked: Array = np.zeros(len(points))
+        self._variance: Array = np.full(len(points), 1.0 + _OFFSET)  # given everything added, before scaling
+        self._z_prior: Array = np.zeros(0)
+        self._v: Array = np.zeros((_GROW, len(points)))  # L^-1 K(data, points); its first _used rows count
+        self._used = 0
         usable = [(c, g, s) for c, g, s in evidence if self._fits(c)]
         self._take_evidence(usable, np.asarray(alike, dtype=np.float64))
 
@@ -78,7 +85,7 @@ class Surrogate:
         cov = self._covariance(self._points[[point]], self._points)[0] + _OFFSET
         spread = math.sqrt(max(cov[point] + _NOISE - float(before @ before), _NOISE / 2))
         if self._used == len(self._v):
-            self._v = np.concatenate([self._v, np.zeros((max(64, len(self._v) // 2), len(self._points)))])
+            self._v = np.concatenate([self._v, np.zeros((_GROW, len(self._points)))])
         self._v[self._used] = (cov - before @ self._v[: self._used]) / spread
         self._variance = np.maximum(self._variance - self._v[self._used] ** 2, 0.0)
         self._used += 1
@@ -147,18 +154,16 @@ class Surrogate:
             self._tried += near
             self._worked += near if gain is not None else 0.0
         ok = [(c, g, s) for c, g, s in usable if g is not None]
-        self._variance = np.full(len(self._points), 1.0 + _OFFSET)
-        self._spreads: list[float] = []
-        self._used = len(ok)
         if not ok:
-            self._z_prior, self._v = np.zeros(0), np.zeros((64, len(self._points)))
             return
-        theirs, study = self._encode([c for c, _, _ in ok]), np.array([s for _, _, s in ok])
+        self._used = len(ok)
+        theirs = self._encode([c for c, _, _ in ok])
+        of = np.array([s for _, _, s in ok], dtype=np.intp)  # their studies
         gains = np.array([_squash(g) for _, g, _ in ok])
-        cov = self._covariance(theirs, theirs) * alike[np.ix_(study, study)]
-        cov += _OFFSET * (study[:, None] == study[None, :])
+        cov = self._covariance(theirs, theirs) * alike[of][:, of]
+        cov += _OFFSET * (of[:, None] == of[None, :])
         lower = cholesky(cov + _NOISE * np.eye(len(ok)), lower=True)
-        across = self._covariance(theirs, self._points) * here[study][:, None]
+        across = self._covariance(theirs, self._points) * here[of][:, None]
         self._v = np.asarray(solve_triangular(lower, across, lower=True), dtype=np.float64)
         self._z_prior = np.asarray(solve_triangular(lower, gains, lower=True), dtype=np.float64)
         self._variance = np.maximum(self._variance - (self._v**2).sum(axis=0), 0.0)

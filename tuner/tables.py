@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.config import Config
+from tuner.config import Config, Param
 from tuner.errors import FlashtuneError, InputError
 from tuner.families import load
 from tuner.pattern import parse
@@ -32,7 +32,7 @@ from tuner.workload import KEY_VERSION, Workload
 
 _SWEPT = ("tile_m", "tile_n", "mma_pv_is_rs", "intra_wg_overlap", "num_stages")
 # What the sweep's tunables do not say: native masks, a BlockMask of none, no packed heads.
-_NOT_SWEPT = {"mask": "native", "q_blocks": 1, "pack_gqa": False}
+_NOT_SWEPT: dict[str, Param] = {"mask": "native", "q_blocks": 1, "pack_gqa": False}
 # FA4's stock tiles for the head dims that were swept. The sweep measured "config null" once, first, on a
 # GPU in another state: it reads up to 11% slower or 6% faster than the same kernel under its own name.
 _STOCK_TILES = {64: (192, 128), 128: (128, 128)}
@@ -66,7 +66,9 @@ class Cell:
 
     def __post_init__(self) -> None:
         if not any(r.time_us for r in self.rows):
-            raise InputError(f"cell {self.name}: none of its {len(self.rows)} configs has a time; record some that work")
+            raise InputError(
+                f"cell {self.name}: none of its {len(self.rows)} configs has a time; record some that work"
+            )
         seen: set[str] = set()
         names = {k for k, _ in self.rows[0].config.params}
         for config in (r.config for r in self.rows):
