@@ -20,9 +20,10 @@ strategy             what proposes
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tuner.config import Config
@@ -142,12 +143,18 @@ def replay(
     neighbours: Sequence[Neighbour] = (),
     ahead: int = 1,
     margin: float | None = StudySettings.margin,
+    noise: float = 0.0,
 ) -> Replay:
     """Search one cell for at most ``budget`` configs, ``ahead`` of them asked before the first is told.
 
+    With ``noise``, the spread of the log of a measurement, the search sees times that err by it, and
+    chooses by them; regret is by the table's.
+
     Raises:
-        InputError: for an unknown strategy, or a budget or ``ahead`` below 1.
+        InputError: for an unknown strategy, a budget or ``ahead`` below 1, or a negative ``noise``.
     """
+    if not 0 <= noise < 1:
+        raise InputError(f"noise is {noise}; it must be from 0 to below 1, as 0.005 for half a percent")
     if strategy not in STRATEGIES:
         raise InputError(f"strategy is {strategy!r}; it must be one of {', '.join(STRATEGIES)}")
     for name, value in (("budget", budget), ("ahead", ahead)):
@@ -156,22 +163,27 @@ def replay(
     stock = cell.stock_trial() if strategy in _WITH_DEFAULT else None
     proposer = _proposer(cell, strategy, seed, budget - (stock is not None), neighbours, margin)
     rows = {r.config.key: r for r in cell.rows}
-    best_us, regrets, tried = float("inf"), list[float](), list[str]()
+    chosen = (math.inf, math.inf)  # time as seen, and as recorded
+    regrets, tried = list[float](), list[str]()
+    reference = cell.default_us
 
-    def take(trial: Trial, row: Row) -> None:
-        nonlocal best_us
-        proposer.tell(trial)
-        best_us = min(best_us, row.time_us or best_us)
-        regrets.append(best_us / cell.least_us)
+    def take(row: Row, stock: bool = False) -> None:
+        nonlocal chosen, reference
+        seen = row
+        if row.time_us is not None:
+            error = random.Random(f"{seed}/{row.config.key}").gauss(0.0, noise) if noise and not stock else 0.0
+            seen = replace(row, time_us=row.time_us * math.exp(error))
+            chosen = min(chosen, (seen.time_us or math.inf, row.time_us))
+        reference = reference or seen.time_us  # without a default: relative to the first that worked
+        proposer.tell(cell.trial(seen, reference or 1.0))
+        regrets.append(chosen[1] / cell.least_us)
         tried.append(row.config.key)
 
     if stock is not None:
-        take(stock, Row(stock.config, stock.status, cell.default_us))
-    reference = cell.default_us
+        take(Row(stock.config, stock.status, cell.default_us), stock=True)
     while len(tried) < budget and (asked := proposer.ask(min(ahead, budget - len(tried)))):
-        for row in (rows[c.key] for c in asked):
-            reference = reference or row.time_us  # without a default: relative to the first that worked
-            take(cell.trial(row, reference or 1.0), row)
+        for config in asked:
+            take(rows[config.key])
     return Replay(cell.name, strategy, seed, tuple(regrets), tuple(tried))
 
 
@@ -183,6 +195,7 @@ def replay_all(
     seeds: int = 20,
     ahead: int = 1,
     margin: float | None = StudySettings.margin,
+    noise: float = 0.0,
     say: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Replay]:
     """Yield the replay of every cell by every strategy with seeds 0, 1, ...; says how many are done."""
@@ -192,7 +205,14 @@ def replay_all(
         for strategy in strategies:
             for seed in range(seeds):
                 yield replay(
-                    cell, strategy, seed=seed, budget=budget, neighbours=neighbours, ahead=ahead, margin=margin
+                    cell,
+                    strategy,
+                    seed=seed,
+                    budget=budget,
+                    neighbours=neighbours,
+                    ahead=ahead,
+                    margin=margin,
+                    noise=noise,
                 )
                 done += 1
                 say(done, total)
