@@ -19,7 +19,8 @@ from tuner.target import Target
 from tuner.trial import Trial, TrialStatus
 from tuner.workload import Workload
 
-MAX_POINTS, MAX_TRIALS = 20_000, 500  # beyond, the surrogate's matrices cost more than they are worth
+MAX_POINTS, MAX_TRIALS = 5_000, 500  # beyond, the surrogate's matrices cost more than they are worth
+_TRUSTS = (1.0, 0.6)  # how far neighbours may be believed, or not at all: what fits this study's trials decides
 _TRIALS = 5  # measured configs of this study after which it knows more than chance
 _EVIDENCE = 20  # measured configs of neighbours after which it knows more than a family's first
 _AGREED = 3  # measured configs that must have been compared with the priors before these end a search
@@ -47,21 +48,29 @@ class Guess:
                     for t, gain in log_gains(n.trials, family.name, family.version)][:MAX_EVIDENCE]  # fmt: skip
         places = [(n.workload, n.target) for n in near] + [(workload, target)]
         alike = [[likeness(*a, *b) for b in places] for a in places]
-        self._model = Surrogate(family.space(workload), points, evidence, alike)
+        space = family.space(workload)
+        self._models = [Surrogate(space, points, evidence, alike, t) for t in _TRUSTS if evidence]
+        self._models.append(Surrogate(space, points))
+
+    @property
+    def _model(self) -> Surrogate:
+        """The surrogate that expected this study's trials best; of equals, the one that trusts most."""
+        return max(self._models, key=lambda m: m.fit())
 
     @property
     def has_priors(self) -> bool:
         """Tell whether neighbours were measured often enough to begin with what they say."""
-        return self._model.evidence >= _EVIDENCE
+        return self._models[0].evidence >= _EVIDENCE
 
     @property
     def ready(self) -> bool:
         """Tell whether it has something to say."""
-        return (self.has_priors or self._model.told >= _TRIALS) and len(self._ratios) <= MAX_TRIALS
+        return (self.has_priors or self._models[0].told >= _TRIALS) and len(self._ratios) <= MAX_TRIALS
 
     def note(self, key: str) -> None:
         """Take note that a config is being tried, its result to come."""
-        self._model.add(self._index[key])
+        for model in self._models:
+            model.add(self._index[key])
 
     def hear(self, trial: Trial) -> None:
         """Take a trial of any family in."""
@@ -90,10 +99,11 @@ class Guess:
 
         Never before ``least`` configs were measured, or a few where neighbours know the space.
         """
-        if self._model.told < (_AGREED if self.has_priors else least):
+        if self._models[0].told < (_AGREED if self.has_priors else least):
             return False
         to_beat = self._best - self._stock + math.log1p(margin)
         return self._model.chance_of_better(to_beat) < 1 - confidence
 
     def _tell(self, point: int, log: float | None) -> None:
-        self._model.tell(point, None if log is None else log - self._stock)
+        for model in self._models:
+            model.tell(point, None if log is None else log - self._stock)

@@ -25,7 +25,8 @@ H200 = named("sm_90a")
 
 # What each difference costs: likeness is exp(-sum). Ordered by what moves the ranking of tiles most: the
 # head dim decides what fits, the pattern which tiles are skipped, sizes only how many waves there are.
-# Set by hand once, before any table was replayed, and good over a wide range (benchmarks/replay.py --sweep).
+# Set by hand before a table was replayed, and not fitted since; halved or doubled, each gives the same
+# regret within 0.001 on the sweep (benchmarks/replay.py --sensitivity).
 _PER_DOUBLING = 0.05  # of batch * heads, of each sequence length, of a pattern's parameter
 _PER_HEAD_DIM = 0.6  # a doubling of head_dim; half of it for head_dim_v
 _PER_NAME = 0.3  # a mask or score modification that only one of the two has
@@ -36,7 +37,7 @@ _PER_POWER = 0.05  # the same GPU under another power cap
 
 MIN_LIKENESS = 0.15
 MAX_NEIGHBOURS = 12
-MAX_EVIDENCE = 800  # trials of neighbours: the surrogate inverts a matrix of this size
+MAX_EVIDENCE = 500  # trials of neighbours: the surrogate inverts a matrix of this size
 
 
 @dataclass(frozen=True)

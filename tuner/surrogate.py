@@ -43,7 +43,8 @@ class Surrogate:
     """Gains of ``points``, of which some were tried; built for one study and kept while it lasts.
 
     ``evidence`` holds (config, log gain or None if it failed, number of its study); ``alike`` is the
-    (studies + 1) x (studies + 1) matrix of likenesses with this study last.
+    (studies + 1) x (studies + 1) matrix of likenesses with this study last. ``trust`` from 0 to 1 scales
+    how much the others say about this one: which value fits is for ``fit`` to compare.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Surrogate:
         points: Sequence[Config],
         evidence: Sequence[tuple[Config, float | None, int]] = (),
         alike: Sequence[Sequence[float]] = ((1.0,),),
+        trust: float = 1.0,
     ) -> None:
         self._space = space
         self._points = self._encode(points)
@@ -65,7 +67,7 @@ class Surrogate:
         self._v: Array = np.zeros((_GROW, len(points)))  # L^-1 K(data, points); its first _used rows count
         self._used = 0
         usable = [(c, g, s) for c, g, s in evidence if self._fits(c)]
-        self._take_evidence(usable, np.asarray(alike, dtype=np.float64))
+        self._take_evidence(usable, np.asarray(alike, dtype=np.float64), trust)
 
     @property
     def evidence(self) -> int:
@@ -127,28 +129,37 @@ class Surrogate:
         chances[self._rows] = 0.0
         return min(1.0, float(chances.sum()))
 
+    def fit(self) -> float:
+        """Return the log of the density that it gave to the gains of this study, each before it was told."""
+        return self._replay()[3]
+
     def _predict(self) -> tuple[Array, Array, float]:
         """Return mean and spread of each point's log gain, and the degrees of freedom."""
+        z, scale, freedom, _ = self._replay()
+        return z @ self._v[: self._used], np.sqrt(scale * (self._variance + _OWN)), freedom
+
+    def _replay(self) -> tuple[Array, float, float, float]:
+        """Go through the gains in order; return them whitened, the scale, its degrees of freedom, and the fit."""
         z = np.zeros(self._used)
         n0 = len(self._z_prior)
         z[:n0] = self._z_prior
-        squares, count = float(self._z_prior @ self._z_prior), n0
+        freedom = 2 * _SCALE_WEIGHT + n0
+        squares = 2 * _SCALE_WEIGHT * _SCALE + float(self._z_prior @ self._z_prior)
+        fit = 0.0
         for i, point in enumerate(self._rows, start=n0):
             if (gain := self._gains.get(point)) is not None:  # one without a result is as expected, for now
                 z[i] = (gain - float(self._v[:i, point] @ z[:i])) / self._spreads[i - n0]
-                squares, count = squares + float(z[i] ** 2), count + 1
-        freedom = 2 * _SCALE_WEIGHT + count
-        scale = (2 * _SCALE_WEIGHT * _SCALE + squares) / freedom
-        mean = z @ self._v[: self._used]
-        return mean, np.sqrt(scale * (self._variance + _OWN)), freedom
+                fit += _log_t(float(z[i]), freedom, squares / freedom) - math.log(self._spreads[i - n0])
+                squares, freedom = squares + float(z[i] ** 2), freedom + 1
+        return z, squares / freedom, freedom, fit
 
     def _chance_of_working(self) -> Array:
         return np.asarray((1 + self._worked) / (1 + self._tried), dtype=np.float64)
 
-    def _take_evidence(self, usable: list[tuple[Config, float | None, int]], alike: Array) -> None:
+    def _take_evidence(self, usable: list[tuple[Config, float | None, int]], alike: Array, trust: float) -> None:
         from scipy.linalg import cholesky, solve_triangular
 
-        here = alike[-1]
+        here = trust * alike[-1]
         for config, gain, study in usable:
             near = here[study] * self._product(self._encode([config]), self._points)[0]
             self._tried += near
@@ -205,6 +216,13 @@ class Surrogate:
         parts = self._parts(a, b)
         together: Any = _ADDITIVE * sum(parts) / len(parts) + (1 - _ADDITIVE) * np.prod(parts, axis=0)
         return np.asarray(together, dtype=np.float64)
+
+
+def _log_t(x: float, freedom: float, variance: float) -> float:
+    """Return the log density of Student's t of a scale at ``x``."""
+    half = (freedom + 1) / 2
+    constant = math.lgamma(half) - math.lgamma(freedom / 2) - 0.5 * math.log(freedom * math.pi * variance)
+    return constant - half * math.log1p(x * x / (freedom * variance))
 
 
 def _squash(gain: float) -> float:
