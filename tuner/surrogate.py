@@ -56,6 +56,10 @@ class Surrogate:
         trust: float = 1.0,
     ) -> None:
         self._space = space
+        self._ladders = {k: sorted(v) if all(type(x) is int for x in v) else None for k, v in space.items()}
+        self._places = {
+            k: {(type(x), x): float(i) for i, x in enumerate(self._ladders[k] or v)} for k, v in space.items()
+        }
         self._points = self._encode(points)
         self._rows: list[int] = []  # points added, in order
         self._spreads: list[float] = []  # of each row, given those before
@@ -159,21 +163,21 @@ class Surrogate:
     def _take_evidence(self, usable: list[tuple[Config, float | None, int]], alike: Array, trust: float) -> None:
         from scipy.linalg import cholesky, solve_triangular
 
-        here = trust * alike[-1]
-        for config, gain, study in usable:
-            near = here[study] * self._product(self._encode([config]), self._points)[0]
-            self._tried += near
-            self._worked += near if gain is not None else 0.0
-        ok = [(c, g, s) for c, g, s in usable if g is not None]
-        if not ok:
+        if not usable:
             return
-        self._used = len(ok)
-        theirs = self._encode([c for c, _, _ in ok])
-        of = np.array([s for _, _, s in ok], dtype=np.intp)  # their studies
-        gains = np.array([_squash(g) for _, g, _ in ok])
+        theirs = self._encode([c for c, _, _ in usable])
+        of = np.array([s for _, _, s in usable], dtype=np.intp)  # their studies
+        here = trust * alike[-1]
+        ok = np.array([g is not None for _, g, _ in usable])
+        near = self._product(theirs, self._points) * here[of][:, None]
+        self._tried += near.sum(axis=0)
+        self._worked += near[ok].sum(axis=0)
+        theirs, of = theirs[ok], of[ok]
+        gains = np.array([_squash(g) for _, g, _ in usable if g is not None])
+        self._used = len(gains)
         cov = self._covariance(theirs, theirs) * alike[of][:, of]
         cov += _OFFSET * (of[:, None] == of[None, :])
-        lower = cholesky(cov + _NOISE * np.eye(len(ok)), lower=True)
+        lower = cholesky(cov + _NOISE * np.eye(len(gains)), lower=True)
         across = self._covariance(theirs, self._points) * here[of][:, None]
         self._v = np.asarray(solve_triangular(lower, across, lower=True), dtype=np.float64)
         self._z_prior = np.asarray(solve_triangular(lower, gains, lower=True), dtype=np.float64)
@@ -183,7 +187,7 @@ class Surrogate:
         """Tell whether a neighbour's config is about the same tunables; its values may be others."""
         params = dict(config.params)
         return params.keys() == self._space.keys() and all(
-            v in self._space[k] or _is_number(v) for k, v in params.items()
+            (type(v), v) in self._places[k] or (self._ladders[k] and type(v) is int) for k, v in params.items()
         )
 
     def _encode(self, configs: Sequence[Config]) -> Array:
@@ -192,19 +196,18 @@ class Surrogate:
         return np.array(rows, dtype=np.float64).reshape(len(configs), len(self._space))
 
     def _place(self, name: str, value: Param) -> float:
-        values = self._space[name]
-        if value in values and not (_is_number(value) and _are_numbers(values)):
-            return float(values.index(value))
-        ladder = sorted(float(v) for v in values)
-        return float(np.interp(float(value), ladder, range(len(ladder))))
+        place, ladder = self._places[name].get((type(value), value)), self._ladders[name]
+        if place is not None or ladder is None:
+            return place or 0.0
+        return float(np.interp(float(value), [float(v) for v in ladder], range(len(ladder))))
 
     def _parts(self, a: Array, b: Array) -> list[Array]:
         """Return one matrix of covariances a tunable."""
         parts = []
-        for i, values in enumerate(self._space.values()):
+        for i, ladder in enumerate(self._ladders.values()):
             apart = np.abs(a[:, i, None] - b[None, :, i])
-            if _are_numbers(values):
-                parts.append(np.exp(-apart / max(_STEPS, (len(values) - 1) / 2)))
+            if ladder:
+                parts.append(np.exp(-apart / max(_STEPS, (len(ladder) - 1) / 2)))
             else:
                 parts.append(np.where(apart > 0, _SAME_WORD, 1.0))
         return parts
@@ -228,11 +231,3 @@ def _log_t(x: float, freedom: float, variance: float) -> float:
 def _squash(gain: float) -> float:
     """Compress what is far behind: the model need not spend its flexibility on how bad the bad are."""
     return gain if gain > -_BAD else -_BAD * (2 - math.exp((gain + _BAD) / _BAD))
-
-
-def _is_number(value: Param) -> bool:
-    return type(value) is int
-
-
-def _are_numbers(values: Sequence[Param]) -> bool:
-    return all(_is_number(v) for v in values)

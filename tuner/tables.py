@@ -9,7 +9,7 @@ A cell is one workload with the times of one family's configs. Cells come from
 
     >>> cells = read([Path("tests/fixtures/h200_fa4_fwd_sweep.jsonl")])
     >>> len(cells), len(cells[0].rows), cells[0].best.config.label
-    (8, 61, '128x128 native rs overlap stages=2')
+    (8, 61, '128x128 overlap native rs stages=2')
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,7 @@ def _text(path: Path) -> str:
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as e:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
         raise InputError(f"cannot read the table {path}: {getattr(e, 'strerror', None) or e}") from None
 
 

@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 
@@ -100,8 +101,8 @@ def test_with_neighbours_less_is_needed_than_without_and_without_less_than_by_ch
     behind: dict[str, list[float]] = {"priors": [], "none": [], "chance": []}
     for seed, top in enumerate([(2, 2), (9, 5), (6, 1), (4, 6), (10, 3), (7, 7)]):
         near = [neighbour((top[0], max(top[1] - 1, 0))), neighbour(top, seqlen=2048)]
-        behind["priors"].append(0.1 - max(g for _, g in run(search(near, budget=8, seed=seed), lambda c: gain(top, c))))
-        behind["none"].append(0.1 - max(g for _, g in run(search(budget=8, seed=seed), lambda c: gain(top, c))))
+        behind["priors"].append(0.1 - max(g for _, g in run(search(near, budget=8, seed=seed), partial(gain, top))))
+        behind["none"].append(0.1 - max(g for _, g in run(search(budget=8, seed=seed), partial(gain, top))))
         drawn = random.Random(seed).sample(search().feasible, 8)
         behind["chance"].append(0.1 - max(gain(top, c) for c in drawn))
     means = {name: statistics.mean(values) for name, values in behind.items()}
