@@ -60,6 +60,7 @@ def likeness(a: Workload, on: Target, b: Workload, there: Target) -> float:
     names, others = _names(a.pattern), _names(b.pattern)
     if names != others:  # parameters of different patterns cannot be compared
         a, b = a.with_(pattern=Pattern()), b.with_(pattern=Pattern())
+    caps = (on.power_cap_w, there.power_cap_w)
     cost = (
         _PER_DOUBLING * distance(a, b)
         + _PER_HEAD_DIM * _doublings(a.head_dim, b.head_dim)
@@ -68,7 +69,7 @@ def likeness(a: Workload, on: Target, b: Workload, there: Target) -> float:
         + _PER_GROUP * _doublings(a.heads_q // a.heads_kv, b.heads_q // b.heads_kv)
         + _PER_DTYPE * (a.dtype != b.dtype)
         + _PER_MODEL * (on.model != there.model)
-        + _PER_POWER * (on.power_cap_w != there.power_cap_w)
+        + _PER_POWER * (None not in caps and caps[0] != caps[1])  # an unknown figure is no difference
     )
     return math.exp(-cost)
 

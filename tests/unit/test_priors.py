@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,9 @@ def test_likeness_by_hand() -> None:
     assert alike(W.with_(pattern=parse("sliding_window(64) + softcap(30)"))) == pytest.approx(math.exp(-0.9))
     assert alike(W.with_(heads_kv=4)) == pytest.approx(math.exp(-0.3 * 2))
     assert alike(W, H100) == pytest.approx(math.exp(-0.3))
+    capped, other = (replace(H200, power_cap_w=watts) for watts in (700, 500))
+    assert likeness(W, capped, W, other) == pytest.approx(math.exp(-0.05))
+    assert likeness(W, capped, W, H200) == 1.0  # its cap is not known
 
 
 @pytest.mark.parametrize(
