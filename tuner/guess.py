@@ -7,6 +7,7 @@ while what has to be beaten is the best of all families.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Container, Sequence
 
 import numpy as np
@@ -19,7 +20,8 @@ from tuner.target import Target
 from tuner.trial import Trial, TrialStatus
 from tuner.workload import Workload
 
-MAX_POINTS, MAX_TRIALS = 5_000, 500  # beyond, the surrogate's matrices cost more than they are worth
+# The surrogate's matrices have a row for each trial and a column for each point: 12 MB for 3,000 and 500.
+MAX_POINTS, MAX_TRIALS = 3_000, 500
 _TRUSTS = (1.0, 0.6)  # how far neighbours may be believed, or not at all: what fits this study's trials decides
 _TRIALS = 5  # measured configs of this study after which it knows more than chance
 _EVIDENCE = 20  # measured configs of neighbours after which it knows more than a family's first
@@ -27,7 +29,11 @@ _AGREED = 3  # measured configs that must have been compared with the priors bef
 
 
 class Guess:
-    """Beliefs about ``points`` of one family for one workload. ``priors`` are trials of other studies."""
+    """Beliefs about ``points`` of one family for one workload. ``priors`` are trials of other studies.
+
+    Of a space of more than MAX_POINTS it knows what neighbours tried, the family's first, and a sample
+    drawn with ``seed``; the rest is for others to propose.
+    """
 
     def __init__(
         self,
@@ -36,9 +42,8 @@ class Guess:
         workload: Workload,
         target: Target,
         priors: Sequence[Neighbour] = (),
+        seed: int = 0,
     ) -> None:
-        self._points = points
-        self._index = {c.key: i for i, c in enumerate(points)}
         self._stock_key = Config.make(family.name, family.version).key
         self._stock = self._best = 0.0  # log ratios to the default: of the stock config, and the best of all families
         self._ratios: dict[int, float | None] = {}
@@ -49,8 +54,10 @@ class Guess:
         places = [(n.workload, n.target) for n in near] + [(workload, target)]
         alike = [[likeness(*a, *b) for b in places] for a in places]
         space = family.space(workload)
-        self._models = [Surrogate(space, points, evidence, alike, t) for t in _TRUSTS if evidence]
-        self._models.append(Surrogate(space, points))
+        self._points = _some(points, [*(c for c, _, _ in evidence), *family.first(workload)], seed)
+        self._index = {c.key: i for i, c in enumerate(self._points)}
+        self._models = [Surrogate(space, self._points, evidence, alike, t) for t in _TRUSTS if evidence]
+        self._models.append(Surrogate(space, self._points))
 
     @property
     def _model(self) -> Surrogate:
@@ -69,8 +76,9 @@ class Guess:
 
     def note(self, key: str) -> None:
         """Take note that a config is being tried, its result to come."""
-        for model in self._models:
-            model.add(self._index[key])
+        if (point := self._index.get(key)) is not None:
+            for model in self._models:
+                model.add(point)
 
     def hear(self, trial: Trial) -> None:
         """Take a trial of any family in."""
@@ -107,3 +115,13 @@ class Guess:
     def _tell(self, point: int, log: float | None) -> None:
         for model in self._models:
             model.tell(point, None if log is None else log - self._stock)
+
+
+def _some(points: Sequence[Config], wanted: Sequence[Config], seed: int) -> Sequence[Config]:
+    """Return all points if they are few; else those ``wanted`` that are points, and others by chance."""
+    if len(points) <= MAX_POINTS:
+        return points
+    by_key = {c.key: c for c in points}
+    chosen = {c.key: c for c in wanted if c.key in by_key}
+    others = random.Random(seed).sample([c for c in points if c.key not in chosen], MAX_POINTS)
+    return [*chosen.values(), *others][:MAX_POINTS]

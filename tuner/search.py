@@ -4,7 +4,7 @@ Three advisers, in this order. The **family's first** configs, while nobody know
 **guess** (``tuner.guess``): once neighbouring studies or a few trials of this one tell it something,
 it proposes what it expects to gain most, and says when nothing is left to gain. **TPE** begins where
 nothing is known, has every sixth proposal of a long study (so that a wrong belief is outlived), and
-goes on where a space is too large to hold beliefs about each point.
+has the part of a very large space that there are no beliefs about.
 
 Optuna is a calculator here: its study lives in memory, is rebuilt from stored trials at any
 moment, and stores nothing. Constraints are the family's; an infeasible point costs no trial. The same
@@ -28,7 +28,7 @@ from optuna.distributions import BaseDistribution as Distribution
 
 from tuner.config import Config, Param
 from tuner.families.base import KernelFamily
-from tuner.guess import MAX_POINTS, Guess
+from tuner.guess import Guess
 from tuner.priors import Neighbour
 from tuner.target import Target
 from tuner.trial import Trial, TrialStatus
@@ -82,8 +82,8 @@ class Search:
         self._seed = seed
         self._study = optuna.create_study(sampler=_sampler(seed))
         self._guess: Guess | None = None
-        if guess and len(self.feasible) <= MAX_POINTS and (priors or not self.enumerates):
-            self._guess = Guess(family, self.feasible, workload, target, priors)
+        if guess and (priors or not self.enumerates):
+            self._guess = Guess(family, self.feasible, workload, target, priors, seed)
 
     @property
     def left(self) -> int:

@@ -136,6 +136,16 @@ def test_a_space_within_the_budget_is_tried_whole_the_most_promising_first() -> 
     assert max(g for _, g in tried[:3]) >= 0.1 - 0.03
 
 
+def test_of_a_very_large_space_it_knows_what_neighbours_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tuner.guess.MAX_POINTS", 30)
+    near = neighbour((7, 3), tried=25)
+    (first, *rest) = search([near], budget=60).ask(60)
+    best = max((t for t in near.trials if not t.config.is_stock), key=lambda t: t.ratio or 0.0)
+    assert gain((7, 3), first) >= gain((7, 3), best.config) - 0.03
+    assert len({c.key for c in (first, *rest)}) == 60  # beyond what it knows TPE goes on
+    assert search([near], budget=60).ask(60) == [first, *rest]
+
+
 def test_priors_of_another_family_or_tunables_say_nothing() -> None:
     near = neighbour((7, 3))
     odd = Neighbour(
