@@ -141,3 +141,19 @@ def test_a_database_teaches_the_next_workload(tmp_path: Path) -> None:
     first = [t["config"]["params"]["variant"] for t in trials if t["config"]["params"]][:4]
     assert rows[0]["workload"]["seqlen_q"] == 1024
     assert all(abs(v - 210) < 40 for v in first)
+
+
+def test_the_benchmark_runs_without_kernel_tuner_and_says_so(home: Path) -> None:
+    program = Path(__file__).parents[2] / "benchmarks" / "replay.py"
+    command = [sys.executable, program, "few.jsonl", "--seeds", "1", "--out", "result.json", "--plot", "benchmark.png"]
+    environ = {**os.environ, "PYTHONPATH": str(program.parents[1]), "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=home, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "without Kernel Tuner" in done.stderr
+    (suite,) = json.loads((home / "result.json").read_text())["suites"]
+    assert suite["kernel_tuner"] is None
+    assert "not run" in suite["kernel_tuner_failures"][0]
+    assert {s["strategy"] for s in suite["summary"]} == {
+        *("ours", "cold", "first", "tpe", "random", "tpe+default", "random+default")
+    }
+    assert (home / "benchmark.png").read_bytes().startswith(b"\x89PNG")
