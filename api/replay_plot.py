@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -60,7 +61,8 @@ def png(curves: Mapping[str, tuple[list[float], list[float]]], title: str) -> by
             numbers = range(1, len(both[panel]) + 1)
             axes.plot(numbers, both[panel], label=strategy, lw=2.2 if strategy == "ours" else 1.4, **style)
         axes.axhline(1.0, color=_INK, lw=1)
-        axes.set_ylim(0.995, max(1.02, *(b[panel][min(1, len(b[panel]) - 1)] for b in curves.values())) * 1.01)
+        second = [b[panel][min(1, len(b[panel]) - 1)] for b in curves.values()]
+        axes.set_ylim(0.995, 1.01 * max([1.02, *filter(math.isfinite, second)]))  # inf: nothing worked yet
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower left", bbox_to_anchor=(0.045, 0), ncols=6, fontsize=8.5, frameon=False)
     out = io.BytesIO()

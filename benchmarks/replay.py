@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from api import options as o
 from api import replay_plot
 from api.replaying import cell_facts, summary
 from tuner import guess, priors, surrogate, t4, tables
@@ -210,7 +211,7 @@ def main() -> int:
             "suites": [d for d, _ in suites],
             "sensitivity": varied,
         }
-        data = json.dumps(document, indent=1).encode()
+        data = json.dumps(o.plain(document), indent=1, allow_nan=False).encode()  # infinite while nothing worked
         args.out.write_bytes(gzip.compress(data, mtime=0) if args.out.suffix == ".gz" else data)
     return 1 if missed else 0
 

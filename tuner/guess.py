@@ -56,6 +56,7 @@ class Guess:
         space = family.space(workload)
         self._points = _some(points, [*(c for c, _, _ in evidence), *family.first(workload)], seed)
         self._index = {c.key: i for i, c in enumerate(self._points)}
+        self._of = len(points)
         self._models = [Surrogate(space, self._points, evidence, alike, t) for t in _TRUSTS if evidence]
         self._models.append(Surrogate(space, self._points))
 
@@ -110,7 +111,8 @@ class Guess:
         if self._models[0].told < (_AGREED if self.has_priors else least):
             return False
         to_beat = self._best - self._stock + math.log1p(margin)
-        return self._model.chance_of_better(to_beat) < 1 - confidence
+        unknown = self._of / len(self._points)  # of a very large space the rest is taken to be like the sample
+        return unknown * self._model.chance_of_better(to_beat) < 1 - confidence
 
     def _tell(self, point: int, log: float | None) -> None:
         for model in self._models:

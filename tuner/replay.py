@@ -162,29 +162,38 @@ def replay(
             raise InputError(f"{name} is {value}; it must be at least 1")
     stock = cell.stock_trial() if strategy in _WITH_DEFAULT else None
     proposer = _proposer(cell, strategy, seed, budget - (stock is not None), neighbours, margin)
+    run = _Run(cell, proposer, seed, noise)
     rows = {r.config.key: r for r in cell.rows}
-    chosen = (math.inf, math.inf)  # time as seen, and as recorded
-    regrets, tried = list[float](), list[str]()
-    reference = cell.default_us
+    if stock is not None:
+        run.take(Row(stock.config, stock.status, cell.default_us))
+    while len(run.tried) < budget and (asked := proposer.ask(min(ahead, budget - len(run.tried)))):
+        for config in asked:
+            run.take(rows[config.key])
+    return Replay(cell.name, strategy, seed, tuple(run.regrets), tuple(run.tried))
 
-    def take(row: Row, stock: bool = False) -> None:
-        nonlocal chosen, reference
+
+class _Run:
+    """One replay under way: what was evaluated, and the regret of what would be chosen so far."""
+
+    def __init__(self, cell: Cell, proposer: Proposer, seed: int, noise: float) -> None:
+        self._cell, self._proposer, self._seed, self._noise = cell, proposer, seed, noise
+        self._reference = cell.default_us
+        self._chosen = (math.inf, math.inf)  # its time as seen, and as recorded
+        self.regrets: list[float] = []
+        self.tried: list[str] = []
+
+    def take(self, row: Row) -> None:
+        """Evaluate a config. The stock config's time is exact: everything is measured beside it."""
         seen = row
         if row.time_us is not None:
-            error = random.Random(f"{seed}/{row.config.key}").gauss(0.0, noise) if noise and not stock else 0.0
+            exact = not self._noise or row.config.is_stock
+            error = 0.0 if exact else random.Random(f"{self._seed}/{row.config.key}").gauss(0.0, self._noise)
             seen = replace(row, time_us=row.time_us * math.exp(error))
-            chosen = min(chosen, (seen.time_us or math.inf, row.time_us))
-        reference = reference or seen.time_us  # without a default: relative to the first that worked
-        proposer.tell(cell.trial(seen, reference or 1.0))
-        regrets.append(chosen[1] / cell.least_us)
-        tried.append(row.config.key)
-
-    if stock is not None:
-        take(Row(stock.config, stock.status, cell.default_us), stock=True)
-    while len(tried) < budget and (asked := proposer.ask(min(ahead, budget - len(tried)))):
-        for config in asked:
-            take(rows[config.key])
-    return Replay(cell.name, strategy, seed, tuple(regrets), tuple(tried))
+            self._chosen = min(self._chosen, (seen.time_us or math.inf, row.time_us))
+        self._reference = self._reference or seen.time_us  # without a default: relative to the first that worked
+        self._proposer.tell(self._cell.trial(seen, self._reference or 1.0))
+        self.regrets.append(self._chosen[1] / self._cell.least_us)
+        self.tried.append(row.config.key)
 
 
 def replay_all(

@@ -170,3 +170,11 @@ def test_the_recorded_sweep_is_searched_within_the_target() -> None:
     assert ours[-1] <= 1.03
     assert all(len(r.configs) <= 12 for r in found)
     assert sum(ours) < sum(r.regret for r in found if r.strategy == "random")
+
+
+def test_while_nothing_worked_the_regret_is_infinite() -> None:
+    table = cell(512, {(a, 0): None for a in range(9)} | {(9, 0): 50.0}, default_us=None)
+    found = replay(table, "random", seed=1, budget=10)
+    worked = found.configs.index(config(9, 0).key)
+    assert worked > 0
+    assert found.regrets == (math.inf,) * worked + (1.0,) * (10 - worked)
