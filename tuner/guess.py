@@ -14,10 +14,10 @@ import numpy as np
 
 from tuner.config import Config
 from tuner.families.base import KernelFamily
-from tuner.priors import MAX_EVIDENCE, Neighbour, likeness, log_gains, nearest
+from tuner.priors import MAX_EVIDENCE, Neighbour, likeness, log_gains, log_ratio, nearest
 from tuner.surrogate import Surrogate
 from tuner.target import Target
-from tuner.trial import Trial, TrialStatus
+from tuner.trial import Trial
 from tuner.workload import Workload
 
 # The surrogate's matrices have a row for each trial and a column for each point: 12 MB for 3,000 and 500.
@@ -83,8 +83,7 @@ class Guess:
 
     def hear(self, trial: Trial) -> None:
         """Take a trial of any family in."""
-        worked = trial.status is TrialStatus.OK and trial.ratio
-        log = math.log(trial.ratio) if worked and trial.ratio else None
+        log = log_ratio(trial)
         self._best = max(self._best, log or 0.0)
         if trial.config.key == self._stock_key and log is not None:
             self._stock = log

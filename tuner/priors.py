@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from tuner.lookup import distance
 from tuner.pattern import Pattern
 from tuner.target import Target, named
-from tuner.trial import Trial
+from tuner.trial import Trial, TrialStatus
 from tuner.workload import Workload
 
 H200 = named("sm_90a")
@@ -91,8 +91,15 @@ def log_gains(trials: Sequence[Trial], family: str, version: int) -> list[tuple[
     study may be another family's, and by how much that one is faster differs from workload to workload.
     """
     mine = [t for t in trials if (t.config.family, t.config.version) == (family, version)]
-    stock = next((t.ratio for t in mine if t.config.is_stock and t.ratio), 1.0)
-    return [(t, math.log(t.ratio / stock) if t.ratio else None) for t in mine if not t.config.is_stock]
+    stock = next((log for t in mine if t.config.is_stock and (log := log_ratio(t)) is not None), 0.0)
+    logs = [(t, log_ratio(t)) for t in mine if not t.config.is_stock]
+    return [(t, None if log is None else log - stock) for t, log in logs]
+
+
+def log_ratio(trial: Trial) -> float | None:
+    """Return the log of default / time; None for what failed, or whose ratio is no number above 0."""
+    ratio = trial.ratio if trial.status is TrialStatus.OK else None
+    return math.log(ratio) if ratio is not None and math.isfinite(ratio) and ratio > 0 else None
 
 
 def _names(pattern: Pattern) -> frozenset[str]:

@@ -161,7 +161,7 @@ class Surrogate:
         return np.asarray((1 + self._worked) / (1 + self._tried), dtype=np.float64)
 
     def _take_evidence(self, usable: list[tuple[Config, float | None, int]], alike: Array, trust: float) -> None:
-        from scipy.linalg import cholesky, solve_triangular
+        from scipy.linalg import solve_triangular
 
         if not usable:
             return
@@ -177,7 +177,7 @@ class Surrogate:
         self._used = len(gains)
         cov = self._covariance(theirs, theirs) * alike[of][:, of]
         cov += _OFFSET * (of[:, None] == of[None, :])
-        lower = cholesky(cov + _NOISE * np.eye(len(gains)), lower=True)
+        lower = _factor(cov)
         across = self._covariance(theirs, self._points) * here[of][:, None]
         self._v = np.asarray(solve_triangular(lower, across, lower=True), dtype=np.float64)
         self._z_prior = np.asarray(solve_triangular(lower, gains, lower=True), dtype=np.float64)
@@ -219,6 +219,21 @@ class Surrogate:
         parts = self._parts(a, b)
         together: Any = _ADDITIVE * sum(parts) / len(parts) + (1 - _ADDITIVE) * np.prod(parts, axis=0)
         return np.asarray(together, dtype=np.float64)
+
+
+def _factor(cov: Array) -> Array:
+    """Return the lower Cholesky factor of a covariance with noise; more noise where it is none.
+
+    Likenesses of studies need not form a covariance: the parameters of patterns count only between equal names.
+    """
+    from scipy.linalg import LinAlgError, cholesky
+
+    for noise in (_NOISE, 10 * _NOISE, 100 * _NOISE):
+        try:
+            return np.asarray(cholesky(cov + noise * np.eye(len(cov)), lower=True), dtype=np.float64)
+        except LinAlgError:
+            continue
+    return np.asarray(np.diag(np.sqrt(np.diag(cov) + len(cov))), dtype=np.float64)  # each says a little, alone
 
 
 def _log_t(x: float, freedom: float, variance: float) -> float:

@@ -83,4 +83,7 @@ def test_gains_are_relative_to_the_familys_own_stock() -> None:
         trial(Config.make("fam", 1), 1.25),
     ]
     assert log_gains(trials, "fam", 1) == [(trials[1], pytest.approx(math.log(1.2))), (trials[2], None)]
+    kept = Trial(two, TrialStatus.INCORRECT, "NaN", measurement=trial(two, 3.0).measurement)
+    odd = [kept, *(trial(two, r) for r in (math.nan, math.inf, 0.0, -1.0))]
+    assert [g for _, g in log_gains(odd, "fam", 1)] == [None] * 5
     assert log_gains(trials[:3], "fam", 1)[0][1] == pytest.approx(math.log(1.5))  # its stock was not measured

@@ -109,6 +109,20 @@ def test_where_neighbours_failed_is_worth_less() -> None:
     assert warned.evidence == plain.evidence == len(THEIRS)
 
 
+def test_likenesses_that_are_no_covariance_are_survived() -> None:
+    """The first is like the second and the second like the third, but the first not like the third."""
+    for much in (0.8, 0.99):
+        alike = [[1, much, 0, 0.5], [much, 1, much, 0.5], [0, much, 1, 0.5], [0.5, 0.5, 0.5, 1]]
+        assert np.linalg.eigvalsh(np.array(alike)).min() < -0.1
+        evidence = [(c, 0.1 * (c == POINTS[5]), s) for s in range(3) for c in POINTS]
+        made = Surrogate(SPACE, POINTS, evidence, alike)
+        gains = made.expected_gain(0.0)
+        assert np.isfinite(gains).all()
+        assert gains.argmax() == 5
+        made.tell(5, 0.2)
+        assert np.isfinite(made.expected_gain(0.2)).all()
+
+
 def test_values_of_a_neighbour_that_are_no_values_here_lie_between() -> None:
     there = Surrogate(SPACE, POINTS, [(config(True, 72, 2), 0.3, 0)], ALIKE)
     gains = dict(zip([c.key for c in POINTS], there.expected_gain(0.0), strict=True))
