@@ -20,6 +20,9 @@ from tuner.verify import OUT, Errors, decisive, errors, judge_all, named, stock_
 
 PAIRS = 15
 _HOPELESS_AFTER, _HOPELESS_RATIO = 3, 0.7  # a config this far behind needs no more pairs
+# Successive halving over repeats: after so many pairs a config goes on if it is in the better half of
+# those seen so far, or this near to the best. The first few have nobody to be compared with.
+_RUNGS, _RUNG_LEAST = {3: 0.10, 7: 0.05}, 4
 _WARM_SAMPLES = 40  # the first samples of a cool GPU read up to 7% slow
 _REPEATS = 3
 _UNREPEATABLE = "two runs on the same inputs differ, and the workload asks for deterministic"
@@ -57,6 +60,7 @@ class Bench:
             raise BenchError(error_text(e)) from e
         self._finalists: list[Timer] = []
         self._clocks: list[float] = []
+        self._rungs: dict[int, list[float]] = {pairs: [] for pairs in _RUNGS}
         self._warm()
         lab.faults()
 
@@ -185,7 +189,7 @@ class Bench:
                 beside.append(self._default())
                 mine.append(config())
             say({"event": "pair", "pair": i})
-            if i + 1 == _HOPELESS_AFTER and _ratio(beside, mine) < _HOPELESS_RATIO:
+            if i + 1 in _RUNGS and self._behind(i + 1, _ratio(beside, mine)):
                 break
         return {
             "policy": self._policy,
@@ -194,6 +198,15 @@ class Bench:
             "ratio": _ratio(beside, mine),
             "median_us": statistics.median(mine),
         }
+
+    def _behind(self, pairs: int, ratio: float) -> bool:
+        """Tell whether a config of this ratio after so many pairs needs no more of them."""
+        seen = self._rungs[pairs]
+        seen.append(ratio)
+        if pairs == _HOPELESS_AFTER and ratio < _HOPELESS_RATIO:
+            return True
+        enough = len(seen) >= _RUNG_LEAST
+        return enough and ratio < statistics.median(seen) and ratio < max(seen) * (1 - _RUNGS[pairs])
 
     def _answer(
         self,
