@@ -31,7 +31,6 @@ from tuner.errors import InputError
 from tuner.families import REGISTRY, load
 from tuner.families.base import KernelFamily, Space
 from tuner.priors import Neighbour
-from tuner.search import Search
 from tuner.spec import StudySettings
 from tuner.tables import Cell, Row
 from tuner.target import Target
@@ -234,6 +233,8 @@ def _proposer(
         return Chance(cell, seed)
     family: KernelFamily = Recorded(cell, first=strategy == "first")  # type: ignore[assignment]
     tpe = strategy == "tpe"
+    from tuner.search import Search  # Optuna takes 0.3 s to import, and most commands replay nothing
+
     return Search(
         family,
         cell.workload or _NOWHERE,
