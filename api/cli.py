@@ -20,6 +20,7 @@ from api import (
     keeping,
     keeping_keys,
     looking,
+    replaying,
     serving,
     showing,
     submitting,
@@ -48,6 +49,8 @@ app.command("compile")(compiling.compile_configs)
 app.command("doctor")(doctor.doctor)
 app.command("studies")(showing.studies)
 app.command("show")(showing.show)
+app.command("replay")(replaying.replay)
+app.command("tables")(replaying.list_tables)
 app.command("submit")(submitting.submit)
 app.command("jobs")(jobs.jobs)
 app.command("watch")(watching.watch)

@@ -19,7 +19,7 @@ from tuner.compile import Compiled, CompilePool
 from tuner.config import Config
 from tuner.errors import InputError
 from tuner.spec import StudySettings
-from tuner.target import Target, named
+from tuner.target import Target, named, toolchain
 from tuner.trial import TrialStatus
 from tuner.workload import Workload
 from workers.settings import Settings
@@ -67,6 +67,7 @@ def compile_configs(
         o.print_json(
             {
                 "target": goal.to_dict(),
+                "toolchain": toolchain().to_dict(),
                 "workload": workload.to_dict(),
                 "seconds": seconds,
                 "configs": [_row_dict(config, found) for config, found in rows],
@@ -111,12 +112,13 @@ def _table(workload: Workload, target: Target, rows: list[tuple[Config, Compiled
     table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for column in ("kernel", "status"):
         table.add_column(column, overflow="fold")
-    for column in ("registers", "spill bytes", "shared bytes", "code bytes", "compile s"):
+    for column in ("registers", "spill bytes", "shared bytes", "TMEM columns", "code bytes", "compile s"):
         table.add_column(column, justify="right")
     table.add_column("why", overflow="fold")
     for config, found in rows:
         r = found.resources
-        figures = ("" if x is None else str(x) for x in (r.registers, r.spill_bytes, r.smem_bytes, r.code_bytes))
+        taken = (r.registers, r.spill_bytes, r.smem_bytes, r.tmem_columns, r.code_bytes)
+        figures = ("" if x is None else str(x) for x in taken)
         why = escape(found.error.split("\n")[0])
         table.add_row(kernel_name(config), str(found.status), *figures, f"{found.seconds:.1f}", why)
     return table

@@ -52,6 +52,10 @@ FamilyOption = Annotated[
     list[str] | None, typer.Option("--family", "-f", help="Only this kernel family; give it again for more.")
 ]
 TrialsOption = Annotated[int, typer.Option("--trials", "-n", help="Configs to try, besides the stock ones.")]
+SecondsOption = Annotated[
+    float | None,
+    typer.Option("--seconds", help="Seconds to search one workload, finals not counted."),
+]
 MarginOption = Annotated[float, typer.Option(help="Publish only what is faster by this fraction.")]
 FileArgument = Annotated[
     Path | None, typer.Argument(help="A TOML file of workloads; without one, the options name a workload.")
@@ -126,14 +130,14 @@ def open_store(url: str | None, *, create: bool = True, read_only: bool = False)
 
 
 def print_json(value: Any) -> None:
-    """Write one JSON document to standard output; NaN and infinity, which JSON lacks, become null."""
-    json.dump(_plain(value), sys.stdout, indent=2)
+    """Write one JSON document to standard output, as ``plain`` has it."""
+    json.dump(plain(value), sys.stdout, indent=2)
     sys.stdout.write("\n")
 
 
 def print_json_line(value: Any) -> None:
     """Write one JSON document as one line, at once: for those who follow a pipe."""
-    print(json.dumps(_plain(value)), flush=True)
+    print(json.dumps(plain(value)), flush=True)
 
 
 def read_script(path: Path | None) -> str:
@@ -151,11 +155,12 @@ def read_script(path: Path | None) -> str:
     return text
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value of JSON's types; NaN and infinity, which JSON lacks, become null."""
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value

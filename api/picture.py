@@ -19,7 +19,7 @@ from tuner.trial import Finalist, Trial, TrialStatus, TunedConfig
 MAX_FINALS = 12  # rows that can be read in the height of the plot
 
 # Okabe and Ito's colours, which the colour-blind tell apart; families take them in order of appearance
-_PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#8C6D31", "#6A3D9A")
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#8C6D31", "#6A3D9A")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def prepare(
         winner=tuned.config if tuned else None,
         default=tuned.default if tuned else None,
         margin=tuned.margin if tuned else margin,
-        colors={name: _PALETTE[i % len(_PALETTE)] for i, name in enumerate(families)},
+        colors={name: PALETTE[i % len(PALETTE)] for i, name in enumerate(families)},
     )
 
 

@@ -11,7 +11,7 @@ import contextlib
 import io
 import os
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,13 @@ def write(path: Path, picture: Picture) -> None:
     Raises:
         InputError: if the path cannot be written, or the drawing package is missing.
     """
+    write_with(path, lambda: png(picture), lambda: html(picture))
+
+
+def write_with(path: Path, as_png: Callable[[], bytes], as_html: Callable[[], str]) -> None:
+    """Write what one of two functions draws to ``path``, whole or not at all. Raises as ``write`` does."""
     try:
-        data = png(picture) if kind(path) == ".png" else html(picture).encode()
+        data = as_png() if kind(path) == ".png" else as_html().encode()
     except ModuleNotFoundError as e:
         raise InputError(f"cannot plot to {str(path)!r}: {e.name} is not installed; pip install {e.name}") from e
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -33,6 +33,7 @@ def submit(
     policy: o.PolicyOption = "auto",
     family: o.FamilyOption = None,
     trials: o.TrialsOption = StudySettings.max_trials,
+    seconds: o.SecondsOption = StudySettings.max_seconds,
     margin: o.MarginOption = StudySettings.margin,
     priority: Annotated[int, typer.Option("--priority", help="-100 to 100; higher is served first.")] = 0,
     force: Annotated[
@@ -64,7 +65,7 @@ def submit(
         arch=arch,
         policy=policy,
         families=tuple(family or ()),
-        settings=StudySettings(max_trials=trials, margin=margin),
+        settings=StudySettings(max_trials=trials, max_seconds=seconds, margin=margin),
         priority=priority,
         force=force,
         name=name,

@@ -41,6 +41,7 @@ def tune(
     policy: o.PolicyOption = "auto",
     family: o.FamilyOption = None,
     trials: o.TrialsOption = StudySettings.max_trials,
+    seconds: o.SecondsOption = StudySettings.max_seconds,
     margin: o.MarginOption = StudySettings.margin,
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
     compile_timeout: Annotated[float, typer.Option(help="Seconds for one compile.")] = StudySettings.compile_timeout_s,
@@ -65,7 +66,12 @@ def tune(
         ),
     )
     study_settings = StudySettings(
-        max_trials=trials, margin=margin, seed=seed, compile_timeout_s=compile_timeout, run_timeout_s=run_timeout
+        max_trials=trials,
+        max_seconds=seconds,
+        margin=margin,
+        seed=seed,
+        compile_timeout_s=compile_timeout,
+        run_timeout_s=run_timeout,
     )
     script = o.read_script(fake_script)
     settings = Settings.from_env()

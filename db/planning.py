@@ -113,7 +113,7 @@ class Planning:
             study = begin(session, spec, settings, force=job.request["force"])
             session.flush()
             item.study_id, item.updated_at = study.id, datetime.now(UTC)
-            if study.state == DONE and settings.max_trials <= int(study.settings.get("max_trials", 0)):
+            if study.state == DONE and not settings.asks_more_than(study.settings):
                 tuned = StudyHandle(self._database, study).tuned_in(session)
                 if tuned is not None:
                     settling.end_item(session, item, tuned, known=True)

@@ -24,12 +24,14 @@ from db.keys import Keys
 from db.models import ArtifactModel, StudyModel, TrialModel, TunedConfigModel
 from db.outbox import Outbox
 from db.planning import Planning
+from db.priors import neighbours
 from db.session import Database, open_database
 from db.study import StudyHandle, begin, target_of, toolchain_of
 from db.work import LEASE_S, Work
 from tuner.config import Config
 from tuner.errors import InputError
 from tuner.lookup import Entry
+from tuner.priors import Neighbour
 from tuner.spec import StudySettings, StudySpec
 from tuner.target import Target
 from tuner.trial import TrialStatus, TunedConfig, Verdict
@@ -112,6 +114,10 @@ class Store:
         with self._database.write(alone=True) as session:
             row = begin(session, spec, settings, force=force)
             return StudyHandle(self._database, row)
+
+    def neighbours(self, spec: StudySpec) -> list[Neighbour]:
+        """Return studies of workloads like that of ``spec``, with their trials, the most alike first."""
+        return neighbours(self._database, spec)
 
     def artifacts_put(self, sha256: str, data: bytes) -> None:
         """Keep a compiled object under its SHA-256; one that is there is replaced, since it may be damaged."""

@@ -211,8 +211,7 @@ def begin(session: Session, spec: StudySpec, settings: StudySettings, *, force: 
         row = _new_study(spec, settings, key_hash, run=row.run + 1 if row else 1)
         session.add(row)
     elif row.state == RUNNING:
-        known = int(row.settings.get("max_trials", 0)) if row.wanted else 0  # a job waits for so many
-        row.settings = {**settings.to_dict(), "max_trials": max(settings.max_trials, known)}
+        row.settings = settings.to_share_with(row.settings) if row.wanted else settings.to_dict()
         row.updated_at = datetime.now(UTC)
     return row
 

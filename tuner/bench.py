@@ -16,10 +16,13 @@ from tuner._child_io import error_text
 from tuner.config import Config
 from tuner.lab import Lab, Timer
 from tuner.trial import TrialStatus
-from tuner.verify import STOCK_LIMIT, Errors, errors, judge
+from tuner.verify import OUT, Errors, decisive, errors, judge_all, named, stock_refused
 
 PAIRS = 15
 _HOPELESS_AFTER, _HOPELESS_RATIO = 3, 0.7  # a config this far behind needs no more pairs
+# Successive halving over repeats: after so many pairs a config goes on if it is in the better half of
+# those seen so far, or this near to the best. The first few have nobody to be compared with.
+_RUNGS, _RUNG_LEAST = {3: 0.10, 7: 0.05}, 4
 _WARM_SAMPLES = 40  # the first samples of a cool GPU read up to 7% slow
 _REPEATS = 3
 _UNREPEATABLE = "two runs on the same inputs differ, and the workload asks for deterministic"
@@ -46,8 +49,8 @@ class Bench:
             self._draws = [(inputs, lab.reference(inputs)) for inputs in map(lab.draw, seeds)]
             kernel = lab.build(default)
             self._stock = self._errors(kernel)[0]
-            if not self._stock.whole <= STOCK_LIMIT[dtype]:
-                raise BenchError(f"the default's relative error is {self._stock.whole:.3g}, above {STOCK_LIMIT[dtype]}")
+            if reason := stock_refused(self._stock, dtype):
+                raise BenchError(reason)
             if repeatable and not self._repeats(kernel):
                 raise BenchError(_UNREPEATABLE)
             self._default = lab.timer(kernel)
@@ -57,6 +60,7 @@ class Bench:
             raise BenchError(error_text(e)) from e
         self._finalists: list[Timer] = []
         self._clocks: list[float] = []
+        self._rungs: dict[int, list[float]] = {pairs: [] for pairs in _RUNGS}
         self._warm()
         lab.faults()
 
@@ -130,37 +134,48 @@ class Bench:
                 return True
         return bool(conditions["throttled"])
 
-    def _errors(self, kernel: Any) -> tuple[Errors, int]:
-        """Return the worst errors over the draws, and how many draws were looked at."""
-        worst = Errors(0.0, 0.0)
+    def _errors(self, kernel: Any) -> tuple[dict[str, Errors], int]:
+        """Return the errors of every output over the draws, and how many draws were looked at."""
+        worst: dict[str, Errors] = {}
         for n, (inputs, ref) in enumerate(self._draws, start=1):
-            worst = worst.worst(errors(self._lab.run(kernel, inputs), ref))
-            if worst.whole != worst.whole:
+            found = named(self._lab.run(kernel, inputs))
+            for name, right in named(ref).items():
+                label = name if name == OUT else f"{name} (draw {n})"
+                worst[label] = worst.get(label, Errors(0.0, 0.0)).worst(errors(found[name], right))
+            if any(e.whole != e.whole for e in worst.values()):
                 return worst, n
         return worst, len(self._draws)
 
     def _repeats(self, kernel: Any) -> bool:
-        """Tell whether a kernel gives the same bits each time, on every draw."""
+        """Tell whether a kernel gives the same bits each time, in every output and on every draw."""
         for inputs, _ in self._draws:
-            first = copy.deepcopy(self._lab.run(kernel, inputs))
-            if not all(bool((self._lab.run(kernel, inputs) == first).all()) for _ in range(_REPEATS)):
-                return False
+            first = copy.deepcopy(named(self._lab.run(kernel, inputs)))
+            for _ in range(_REPEATS):
+                again = named(self._lab.run(kernel, inputs))
+                if not all(bool((again[name] == first[name]).all()) for name in first):
+                    return False
         return True
 
     def _verify(self, kernel: Any) -> dict[str, Any]:
         found, draws = self._errors(kernel)
-        reason = judge(found, self._stock)
+        reason = judge_all(found, self._stock)
         if not reason and self._repeatable and not self._repeats(kernel):
             reason = _UNREPEATABLE
+        output = decisive(found, self._stock)
         return {
-            "error": found.whole,
-            "row_error": found.row,
-            "stock_error": self._stock.whole,
-            "stock_row_error": self._stock.row,
+            "error": found[output].whole,
+            "row_error": found[output].row,
+            "stock_error": self._stock[output].whole,
+            "stock_row_error": self._stock[output].row,
             "draws": draws,
             "seed": self._seeds[0],
             "passed": not reason,
             "reason": reason,
+            "outputs": {
+                name: [its.whole, its.row, self._stock[name].whole, self._stock[name].row]
+                for name, its in found.items()
+                if name != OUT
+            },
         }
 
     def _pairs(self, config: Timer, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -174,7 +189,7 @@ class Bench:
                 beside.append(self._default())
                 mine.append(config())
             say({"event": "pair", "pair": i})
-            if i + 1 == _HOPELESS_AFTER and _ratio(beside, mine) < _HOPELESS_RATIO:
+            if i + 1 in _RUNGS and self._behind(i + 1, _ratio(beside, mine)):
                 break
         return {
             "policy": self._policy,
@@ -183,6 +198,15 @@ class Bench:
             "ratio": _ratio(beside, mine),
             "median_us": statistics.median(mine),
         }
+
+    def _behind(self, pairs: int, ratio: float) -> bool:
+        """Tell whether a config of this ratio after so many pairs needs no more of them."""
+        seen = self._rungs[pairs]
+        seen.append(ratio)
+        if pairs == _HOPELESS_AFTER and ratio < _HOPELESS_RATIO:
+            return True
+        enough = len(seen) >= _RUNG_LEAST
+        return enough and ratio < statistics.median(seen) and ratio < max(seen) * (1 - _RUNGS[pairs])
 
     def _answer(
         self,

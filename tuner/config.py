@@ -18,9 +18,40 @@ from tuner.errors import ConfigError
 
 Param = int | str | bool
 
-_PAIRS = (("tile_m", "tile_n"), ("q_block", "kv_block"))
-_UNSAID = (("q_blocks", 1),)
-_SHORT = {"mma_pv_is_rs": "rs", "intra_wg_overlap": "overlap", "num_stages": "stages"}
+_PAIRS = (
+    ("tile_m", "tile_n"),
+    ("m_block_size", "n_block_size"),
+    ("BLOCK_M", "BLOCK_N"),
+    ("BLOCK_M1", "BLOCK_N1"),
+    ("BLOCK_M2", "BLOCK_N2"),
+    ("q_block", "kv_block"),
+)
+_UNSAID = (
+    ("q_blocks", 1),
+    ("kv_blocks", 1),
+    ("num_wg", 2),
+    ("kv_stage", 0),
+    ("num_splits", 1),
+    ("dQ_reduce_ncol", 0),
+)
+_SHORT = {
+    "mma_pv_is_rs": "rs",
+    "intra_wg_overlap": "overlap",
+    "num_stages": "stages",
+    "num_warps": "warps",
+    "two_cta": "2cta",
+    "use_clc_scheduler": "clc",
+    "num_splits": "splits",
+    "ex2_emu_freq": "ex2",
+    "num_regs": "regs",
+    "num_stages_Q": "Q",
+    "num_stages_dO": "dO",
+    "num_stages_PdS": "PdS",
+    "AtomLayoutMSdP": "MSdP",
+    "AtomLayoutNdKV": "NdKV",
+    "AtomLayoutMdQ": "MdQ",
+    "num_wg": "wg",
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +90,7 @@ class Config:
             if value is True:
                 words.append(_SHORT.get(name, name))
             elif isinstance(value, str):
-                words.append(value)
+                words.append(f"{_SHORT[name]}={value}" if name in _SHORT else value)
             elif value is not False and (name, value) not in _UNSAID:
                 words.append(f"{_SHORT.get(name, name)}={value}")
         return " ".join(words) or "stock"

@@ -129,7 +129,9 @@ def _named(v: Any, position: int) -> NamedWorkload:
 def _settings(v: Mapping[str, Any]) -> StudySettings:
     _only(v, _SETTINGS, "settings")
     for name, value in v.items():
-        kind = type(getattr(StudySettings, name))
+        if name == "max_seconds" and value is None:
+            continue
+        kind = float if name == "max_seconds" else type(getattr(StudySettings, name))
         # not isinstance: a bool is an int to Python, not to a person
         if type(value) is not kind and not (kind is float and type(value) is int):
             wanted = "number" if kind is float else "whole number"

@@ -28,7 +28,7 @@ class Lab(Protocol):
         ...
 
     def reference(self, inputs: Any) -> Any:
-        """Return the right output, in float32 or better."""
+        """Return the right output, in float32 or better; several outputs as a mapping by name."""
         ...
 
     def build(self, config: Config) -> Kernel:
@@ -36,7 +36,7 @@ class Lab(Protocol):
         ...
 
     def run(self, kernel: Kernel, inputs: Any) -> Any:
-        """Run once, over poisoned output memory, and return the output in the reference's dtype."""
+        """Run once, over poisoned output memory, and return what ``reference`` does, in its dtype."""
         ...
 
     def timer(self, kernel: Kernel) -> Timer:

@@ -1,13 +1,14 @@
 """The lab for real kernels, on CUDA or on the CPU. Lives in the measuring child.
 
 Inputs are standard normal; q, k and v are stored (batch, seqlen, heads, head_dim), as FA4 wants
-them and as a model's projections leave them.
+them and as a model's projections leave them. A backward also gets dout, drawn likewise, and what its
+forward left: out and the log-sum-exp of the scores, computed by the reference and rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ _THROTTLE_NAMES = (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Inputs:
     """One set of tensors of a call; ``out`` is for kernels that write where they are told."""
 
@@ -45,6 +46,35 @@ class Inputs:
     k: torch.Tensor
     v: torch.Tensor
     out: torch.Tensor
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        """What a kernel may write to."""
+        return (self.out,)
+
+    @property
+    def bytes(self) -> int:
+        tensors = [getattr(self, f.name) for f in fields(self)]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@dataclass(eq=False)
+class BackwardInputs(Inputs):
+    """One set of tensors of a backward call.
+
+    ``out`` is an input here, and ``lse`` is (batch, heads_q, seqlen_q), float32; dq, dk and dv are for
+    kernels that write where they are told.
+    """
+
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        return self.dq, self.dk, self.dv
 
 
 class TorchLab:
@@ -60,33 +90,36 @@ class TorchLab:
                 self._note_fa4_compiles()
         self._draws = 0
         one = make_inputs(workload, self._device, 0)
-        size = sum(t.numel() * t.element_size() for t in (one.q, one.k, one.v, one.out))
-        count = min(_MAX_SETS, max(2, -(-_COLD_BYTES[self._device] // size)))
+        count = min(_MAX_SETS, max(2, -(-_COLD_BYTES[self._device] // one.bytes)))
         self._sets = [one] + [make_inputs(workload, self._device, i) for i in range(1, count)]
 
     def draw(self, seed: int) -> Inputs:
-        inputs = make_inputs(self._workload, self._device, seed)
-        if self._draws % 2:
-            inputs.q.mul_(_LOUD)
+        loud = _LOUD if self._draws % 2 else 1.0
         self._draws += 1
-        return inputs
+        return make_inputs(self._workload, self._device, seed, loud)
 
-    def reference(self, inputs: Inputs) -> torch.Tensor:
+    def reference(self, inputs: Inputs) -> torch.Tensor | dict[str, torch.Tensor]:
+        if isinstance(inputs, BackwardInputs):
+            return reference.gradients(inputs.q, inputs.k, inputs.v, inputs.dout, self._workload)
         return reference.attention(inputs.q, inputs.k, inputs.v, self._workload)
 
     def build(self, config: Config) -> Kernel:
         return load(config.family).build(config, self._workload, self._room)
 
-    def run(self, kernel: Kernel, inputs: Inputs) -> torch.Tensor:
-        inputs.out.fill_(float("nan"))
-        # Kernels that allocate their output get this block back from the caching allocator.
-        poison = torch.full_like(inputs.out, float("nan"))
+    def run(self, kernel: Kernel, inputs: Inputs) -> torch.Tensor | dict[str, torch.Tensor]:
+        for output in inputs.outputs:
+            output.fill_(float("nan"))
+        # Kernels that allocate their outputs get these blocks back from the caching allocator.
+        poison = [torch.full_like(output, float("nan")) for output in inputs.outputs]
         del poison
-        out: torch.Tensor = kernel(inputs)
-        wide = out.to(torch.float64 if self._device == "cpu" else torch.float32)
+        found = kernel(inputs)
+        wide = self._widened([found] if isinstance(found, torch.Tensor) else found)
         if self._device == "cuda":
             torch.cuda.synchronize()
-        return wide
+        return wide[0] if len(wide) == 1 else dict(zip(("dq", "dk", "dv"), wide, strict=True))
+
+    def _widened(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [t.to(torch.float64 if self._device == "cpu" else torch.float32) for t in outputs]
 
     def timer(self, kernel: Kernel) -> Timer:
         return measure.timer(kernel, self._sets, self._policy, self._device)
@@ -114,33 +147,43 @@ class TorchLab:
     def faults(self) -> list[str]:
         if self._device != "cuda" or self._room.target.arch not in ("sm_90a", "sm_100a"):
             return []
-        from tuner.families import fa4_launch
+        from tuner.families import fa4_cache
 
-        found = [f"compiled while measuring: {h[:12]}" for h in fa4_launch.compiled_here]
-        fa4_launch.compiled_here.clear()
+        found = [f"compiled while measuring: {h[:12]}" for h in fa4_cache.compiled_here]
+        fa4_cache.compiled_here.clear()
         return found
 
     def _note_fa4_compiles(self) -> None:
         try:
-            from tuner.families import fa4_launch
+            from tuner.families import fa4_cache
         except ImportError:  # FA4 is not installed: its families will say so
             return
-        fa4_launch.note_compiles(self._room.cache_dir)
+        fa4_cache.note_compiles(self._room.cache_dir)
 
 
-def make_inputs(workload: Workload, device: str, seed: int) -> Inputs:
-    """Draw standard normal q, k, v from a seed of their own."""
+def make_inputs(workload: Workload, device: str, seed: int, loud: float = 1.0) -> Inputs:
+    """Draw standard normal q, k, v, and dout of a backward, from a seed of their own; q times ``loud``."""
     w, dtype = workload, getattr(torch, workload.dtype)
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, generator=generator, dtype=torch.float32).to(dtype)
 
-    return Inputs(
-        q=normal(w.batch, w.seqlen_q, w.heads_q, w.head_dim),
-        k=normal(w.batch, w.seqlen_k, w.heads_kv, w.head_dim),
-        v=normal(w.batch, w.seqlen_k, w.heads_kv, w.head_dim_v),
-        out=torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim_v, device=device, dtype=dtype),
+    q = normal(w.batch, w.seqlen_q, w.heads_q, w.head_dim).mul_(loud)
+    k = normal(w.batch, w.seqlen_k, w.heads_kv, w.head_dim)
+    v = normal(w.batch, w.seqlen_k, w.heads_kv, w.head_dim_v)
+    if w.op == "fwd":
+        return Inputs(q, k, v, torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim_v, device=device, dtype=dtype))
+    return BackwardInputs(
+        q,
+        k,
+        v,
+        out=reference.attention(q, k, v, w).to(dtype),
+        lse=reference.log_sum_exp(q, k, v, w).float(),
+        dout=normal(w.batch, w.seqlen_q, w.heads_q, w.head_dim_v),
+        dq=torch.empty_like(q),
+        dk=torch.empty_like(k),
+        dv=torch.empty_like(v),
     )
 
 

@@ -1,5 +1,8 @@
 """Time a kernel by a stated policy: CUDA-graph replay or a caller's wait, always with a cold cache.
 
+A kernel with a method ``prepare(inputs)`` has work that is not to be timed, as a backward has its
+forward: it is done once for every input set, on the stream that will be timed.
+
 ``graph`` is kernel time: a CUDA graph of calls that rotate over input sets larger than the L2
 cache, replayed between two events. ``eager`` is what a Python caller waits for: the wall time of
 calls in a row and one synchronization, host time included. Samples are microseconds a call.
@@ -27,10 +30,18 @@ def timer(kernel: Kernel, sets: Sequence[Any], policy: str, device: str) -> Time
     return _graph_timer(kernel, sets) if policy == "graph" else _eager_timer(kernel, sets, device)
 
 
+def _prepare(kernel: Kernel, sets: Sequence[Any]) -> None:
+    prepare = getattr(kernel, "prepare", None)
+    if prepare is not None:
+        for inputs in sets:
+            prepare(inputs)
+
+
 def _graph_timer(kernel: Kernel, sets: Sequence[Any]) -> Timer:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # capture wants a warm kernel on a stream of its own
+        _prepare(kernel, sets)
         for i in range(_WARM_UP_CALLS):
             kernel(sets[i % len(sets)])
     torch.cuda.current_stream().wait_stream(stream)
@@ -68,6 +79,7 @@ class _Replays:
 
 
 def _eager_timer(kernel: Kernel, sets: Sequence[Any], device: str) -> Timer:
+    _prepare(kernel, sets)
     wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
     position = 0
 

@@ -11,24 +11,27 @@ process (``tuner.study``) and the engine of many share it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tuner import families
 from tuner.config import Config
+from tuner.priors import Neighbour
 from tuner.spec import StudySettings, StudySpec
 from tuner.trial import Trial, TrialStatus
 
-_REFINE_UP_TO = 300  # samples of one config: beyond, the screening is as good as it gets
+# Successive halving over repeats: so many samples for all leaders, for the better half of them, and so on.
+# Beyond the last number the screening is as good as it gets.
+_REFINE_UP_TO = (60, 120, 240, 300)
 
 
 class Plan:
     """The configs of one study: tried, being tried, and to be tried, each at most once.
 
     ``stocks`` are the families' stock configs in the spec's order, ``default`` the first of them,
-    and ``trials`` what came of the configs by their key.
+    and ``trials`` what came of the configs by their key. ``priors`` are studies of other workloads.
     """
 
-    def __init__(self, spec: StudySpec, settings: StudySettings) -> None:
+    def __init__(self, spec: StudySpec, settings: StudySettings, priors: Sequence[Neighbour] = ()) -> None:
         from tuner.search import Search  # Optuna takes 0.3 s to import, and most commands plan nothing
 
         members = [families.load(name.partition("/")[0]) for name in spec.families]
@@ -37,7 +40,16 @@ class Plan:
         self.trials: dict[str, Trial] = {}
         self._taken: set[str] = set()  # keys asked or reserved
         self._searches = [
-            Search(f, spec.workload, spec.target, budget=settings.max_trials, seed=settings.seed)
+            Search(
+                f,
+                spec.workload,
+                spec.target,
+                budget=settings.max_trials,
+                seed=settings.seed,
+                priors=priors,
+                margin=settings.margin,
+                confidence=settings.confidence,
+            )
             for f in members
             if f.space(spec.workload)
         ]
@@ -51,7 +63,7 @@ class Plan:
         """Return new configs, so many that each family has up to ``ahead`` of them being tried.
 
         ``outstanding`` says how many of a family, by its name, are being tried already. Families
-        without anything to tune, or whose budget is spent, get none.
+        without anything to tune, whose budget is spent, or where nothing is left to gain, get none.
         """
         out = outstanding or {}
         configs = [c for s in self._searches for c in s.ask(max(0, ahead - out.get(s.family.name, 0)))]
@@ -88,11 +100,22 @@ class Plan:
         return [t for t in self.trials.values() if t.status is TrialStatus.OK and t.ratio is not None]
 
     def to_refine(self, finalists: int) -> Trial | None:
-        """Return the leader with the fewest samples, to measure again while there is time; None if all have enough."""
+        """Return the leader to measure again while there is time; None if all have enough samples.
+
+        By successive halving (Jamieson & Talwalkar 2016): a few samples for all leaders, then twice as
+        many for the better half, and so on; within a round the one with the fewest goes first.
+        """
         leaders = sorted(self.measured(), key=lambda t: -(t.ratio or 0.0))[: finalists + 2]
-        few = [t for t in leaders if t.measurement and len(t.measurement.samples_us) < _REFINE_UP_TO]
-        return min(few, key=lambda t: len(t.measurement.samples_us) if t.measurement else 0, default=None)
+        for halvings, enough in enumerate(_REFINE_UP_TO):
+            few = [t for t in leaders[: max(1, len(leaders) >> halvings)] if _samples(t) < enough]
+            if few:
+                return min(few, key=_samples)
+        return None
 
     def best(self) -> Trial | None:
         """Return the fastest trial so far."""
         return max(self.measured(), key=lambda t: t.ratio or 0.0, default=None)
+
+
+def _samples(trial: Trial) -> int:
+    return len(trial.measurement.samples_us) if trial.measurement else 0

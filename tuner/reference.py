@@ -1,9 +1,17 @@
-"""Attention in plain torch, in float32 on a GPU and float64 on a CPU, a few rows at a time.
+"""Attention and its gradients in plain torch, in float32 on a GPU and float64 on a CPU, a few rows at a time.
 
-The definition of ``tuner.pattern`` written out: scores, modifications, mask, softmax, product.
+The definition of ``tuner.pattern`` written out: scores, modifications, mask, softmax, product. The
+gradients follow by the chain rule, with P = softmax(S) and S = modify(scale * Q @ K.T):
+
+    dV = P.T @ dO    dP = dO @ V.T    dS = P * (dP - rowsum(P * dP))    dQ = scale * dS' @ K    dK = scale * dS'.T @ Q
+
+where dS' is dS through the derivative of the modifications, which torch's autograd takes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -11,35 +19,115 @@ from tuner.families import pattern_torch
 from tuner.workload import Workload
 
 _SCORE_BYTES = 1 << 29  # of one chunk of scores
+_GRADIENT_COPIES = 6  # scores, modified and masked scores, P, dP and dS of a chunk live side by side
+
+Tensor = torch.Tensor
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, workload: Workload) -> torch.Tensor:
+@dataclass(frozen=True)
+class _Chunk:
+    """Some rows of the query heads that share one K/V head, in the wide dtype.
+
+    ``queries`` is (heads, rows, head_dim), ``keys`` and ``values`` (seqlen_k, head_dim or head_dim_v),
+    ``scores`` (heads, rows, seqlen_k), scaled.
+    """
+
+    batch: int
+    kv_head: int
+    heads: slice
+    rows: slice
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    scores: Tensor
+    indices: tuple[Tensor, Tensor, Tensor, Tensor]  # of batch, head, query and key
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, workload: Workload) -> Tensor:
     """Return the output, (batch, seqlen_q, heads_q, head_dim_v), in float32 or better.
 
     The softmax scale is head_dim ** -0.5. A row that sees nothing is zero.
     """
-    wide = torch.float64 if q.device.type == "cpu" else torch.float32
-    torch.backends.cuda.matmul.allow_tf32 = False
     w = workload
     keep, modify = pattern_torch.mask_mod(w, q.device), pattern_torch.score_mod(w)
+    out = torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim_v, dtype=_wide(q), device=q.device)
+    for c in _chunks(q, k, v, w, _SCORE_BYTES):
+        p = _softmax(_masked(_modified(c.scores, c, modify), c, keep))
+        out[c.batch, c.rows, c.heads] = (p @ c.values).transpose(0, 1)
+    return out
+
+
+def log_sum_exp(q: Tensor, k: Tensor, v: Tensor, workload: Workload) -> Tensor:
+    """Return log(sum(exp(score))) of every row, (batch, heads_q, seqlen_q); -inf where a row sees nothing."""
+    w = workload
+    keep, modify = pattern_torch.mask_mod(w, q.device), pattern_torch.score_mod(w)
+    lse = torch.empty(w.batch, w.heads_q, w.seqlen_q, dtype=_wide(q), device=q.device)
+    for c in _chunks(q, k, v, w, _SCORE_BYTES):
+        lse[c.batch, c.heads, c.rows] = torch.logsumexp(_masked(_modified(c.scores, c, modify), c, keep), dim=-1)
+    return lse
+
+
+def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, workload: Workload) -> dict[str, Tensor]:
+    """Return ``dq``, ``dk`` and ``dv`` of sum(out * dout), shaped as q, k and v, in float32 or better.
+
+    ``dout`` is (batch, seqlen_q, heads_q, head_dim_v). A row that sees nothing, and a key that no row
+    sees, has zero gradients. The K/V heads' gradients are summed over the query heads that share them.
+
+    Raises:
+        PatternError: if a score modification captures a tensor that wants a gradient.
+    """
+    w, wide, scale = workload, _wide(q), workload.head_dim**-0.5
+    keep = pattern_torch.mask_mod(w, q.device)
+    modify = pattern_torch.refuse_captured_gradients(pattern_torch.score_mod(w))
+    dq, dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (q, k, v))
+    for c in _chunks(q, k, v, w, _SCORE_BYTES // _GRADIENT_COPIES):
+        scores = c.scores.detach().requires_grad_(modify is not None)
+        with torch.enable_grad():
+            modified = _modified(scores, c, modify)
+        p = _softmax(_masked(modified.detach(), c, keep))
+        d_out = dout[c.batch, c.rows, c.heads].to(wide).transpose(0, 1)
+        dv[c.batch, :, c.kv_head] += (p.transpose(1, 2) @ d_out).sum(0)
+        dp = d_out @ c.values.T
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        if modify is not None:
+            (ds,) = torch.autograd.grad(modified, scores, ds)
+        dq[c.batch, c.rows, c.heads] = (ds @ c.keys * scale).transpose(0, 1)
+        dk[c.batch, :, c.kv_head] += (ds.transpose(1, 2) @ c.queries).sum(0) * scale
+    return {"dq": dq, "dk": dk, "dv": dv}
+
+
+def _wide(t: Tensor) -> torch.dtype:
+    return torch.float64 if t.device.type == "cpu" else torch.float32
+
+
+def _chunks(q: Tensor, k: Tensor, v: Tensor, workload: Workload, score_bytes: int) -> Iterator[_Chunk]:
+    wide, w = _wide(q), workload
+    torch.backends.cuda.matmul.allow_tf32 = False
     group = w.heads_q // w.heads_kv
-    out = torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim_v, dtype=wide, device=q.device)
-    rows = max(1, min(w.seqlen_q, _SCORE_BYTES // (group * w.seqlen_k * wide.itemsize)))
+    rows = max(1, min(w.seqlen_q, score_bytes // (group * w.seqlen_k * wide.itemsize)))
     kv_idx = torch.arange(w.seqlen_k, device=q.device)
     for b in range(w.batch):
         for hk in range(w.heads_kv):
             heads = slice(hk * group, (hk + 1) * group)
             keys, values = k[b, :, hk].to(wide), v[b, :, hk].to(wide)
             head_idx = torch.arange(heads.start, heads.stop, device=q.device)[:, None, None]
+            batch_idx = torch.full_like(head_idx, b)
             for start in range(0, w.seqlen_q, rows):
-                q_idx = torch.arange(start, min(start + rows, w.seqlen_q), device=q.device)[:, None]
-                queries = q[b, start : start + rows, heads].to(wide).transpose(0, 1)
+                stop = min(start + rows, w.seqlen_q)
+                q_idx = torch.arange(start, stop, device=q.device)[:, None]
+                queries = q[b, start:stop, heads].to(wide).transpose(0, 1)
                 scores = queries @ keys.T * w.head_dim**-0.5
-                batch_idx = torch.full_like(head_idx, b)
-                if modify is not None:
-                    scores = modify(scores, batch_idx, head_idx, q_idx, kv_idx)
-                if keep is not None:
-                    scores = scores.masked_fill(~keep(batch_idx, head_idx, q_idx, kv_idx), float("-inf"))
-                p = torch.softmax(scores, dim=-1).nan_to_num(0.0)  # a row of -inf gives NaN
-                out[b, start : start + rows, heads] = (p @ values).transpose(0, 1)
-    return out
+                indices = (batch_idx, head_idx, q_idx, kv_idx)
+                yield _Chunk(b, hk, heads, slice(start, stop), queries, keys, values, scores, indices)
+
+
+def _modified(scores: Tensor, chunk: _Chunk, modify: pattern_torch.ScoreMod | None) -> Tensor:
+    return scores if modify is None else modify(scores, *chunk.indices)
+
+
+def _masked(scores: Tensor, chunk: _Chunk, keep: pattern_torch.MaskMod | None) -> Tensor:
+    return scores if keep is None else scores.masked_fill(~keep(*chunk.indices), float("-inf"))
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    return torch.softmax(scores, dim=-1).nan_to_num(0.0)  # a row of -inf gives NaN

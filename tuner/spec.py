@@ -16,6 +16,7 @@ from tuner.trial import Trial, TunedConfig
 from tuner.workload import Workload
 
 POLICIES = ("graph", "eager")
+MIN_SECONDS, MAX_SECONDS = 0.1, 30 * 86_400.0  # of a search
 
 
 def policy_for(policy: str, target: Target) -> str:
@@ -64,6 +65,7 @@ class StudySettings:
     """Knobs of one run. ``margin`` and ``tie_margin`` are fractions: 0.02 is two percent."""
 
     max_trials: int = 48  # configs compiled and measured, besides the stock ones
+    max_seconds: float | None = None  # of searching: by the clock; in a fleet, on a device
     margin: float = 0.02  # published only if the interval says at least this much faster
     tie_margin: float = 0.01  # not shown to be slower than the best by more than this: a tie
     finalists: int = 6  # tuned configs in the finals, besides the stock ones
@@ -92,11 +94,28 @@ class StudySettings:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise InputError(f"{name} is {value}; it must be from {low} to {high}")
+        if self.max_seconds is not None and not MIN_SECONDS <= self.max_seconds <= MAX_SECONDS:
+            raise InputError(f"max_seconds is {self.max_seconds}; it must be from {MIN_SECONDS} to {MAX_SECONDS:.0f}")
         if self.max_rounds < self.min_rounds:
             raise InputError(f"max_rounds {self.max_rounds} is below min_rounds {self.min_rounds}; raise it")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def asks_more_than(self, stored: Mapping[str, Any]) -> bool:
+        """Tell whether these allow a longer search than the stored settings of a study that is done."""
+        limit = stored.get("max_seconds")
+        longer = limit is not None and (self.max_seconds is None or self.max_seconds > limit)
+        return longer or self.max_trials > int(stored.get("max_trials", 0))
+
+    def to_share_with(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """Return these as plain values, the budgets raised to those that others wait for."""
+        limits = (self.max_seconds, stored.get("max_seconds"))
+        return {
+            **self.to_dict(),
+            "max_trials": max(self.max_trials, int(stored.get("max_trials", 0))),
+            "max_seconds": None if None in limits else max(x for x in limits if x is not None),
+        }
 
 
 class StudyMemory(Protocol):

@@ -17,6 +17,7 @@ from tuner.compile import Compiled, CompilePool
 from tuner.config import Config
 from tuner.errors import DefaultError, InputError
 from tuner.plan import Plan
+from tuner.priors import Neighbour
 from tuner.sandbox import Bench, Sandbox
 from tuner.spec import StudyMemory, StudySettings, StudySpec
 from tuner.target import Target, Toolchain
@@ -71,13 +72,14 @@ class Study:
         sandbox: Sandbox,
         *,
         incumbent: Config | None = None,
+        priors: Sequence[Neighbour] = (),
         lookahead: int = 8,
         say: Say = lambda event: None,
     ) -> None:
         self._spec, self._settings, self._memory = spec, settings, memory
         self._pool, self._sandbox, self._say = pool, sandbox, say
         self._incumbent, self._lookahead = incumbent, lookahead
-        self._plan = plan = Plan(spec, settings)
+        self._plan = plan = Plan(spec, settings, priors)
         for trial in memory.trials():
             plan.tell(trial)
         self.stocks, self.default = plan.stocks, plan.default
@@ -174,7 +176,12 @@ class Study:
         self._plan.tell(trial)
 
     def _fill(self) -> None:
-        """Ask for as many configs as may be compiled ahead."""
+        """Ask for as many configs as may be compiled ahead; when time is up, drop those that nobody compiles yet."""
+        limit = self._settings.max_seconds
+        if limit is not None and time.monotonic() - self._begun > limit:
+            for future in [f for f, c in self._outstanding.items() if not c.is_stock and f.cancel()]:
+                del self._outstanding[future]
+            return
         outstanding = Counter(c.family for c in self._outstanding.values())
         self._submit(self._plan.ask(self._lookahead, outstanding), priority=2)
 

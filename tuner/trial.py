@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -30,12 +30,13 @@ class TrialStatus(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Resources:
-    """What the compiled code takes, read from the cubin; None where a family has no such figure."""
+    """What the compiled code takes, read from the cubin or counted; None where a family has no such figure."""
 
     registers: int | None = None  # per thread at launch
     spill_bytes: int | None = None  # stack frame per thread: what does not fit the registers
     smem_bytes: int | None = None  # shared memory of one block, static and dynamic
     code_bytes: int | None = None
+    tmem_columns: int | None = None  # of 32 bits, in one SM's tensor memory; Blackwell only
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,7 +47,9 @@ class Verification:
     """Error of one config against the reference, beside the stock kernel's on the same inputs.
 
     ``error`` is the largest over draws of ||out - ref|| / ||ref||; ``row_error`` the largest
-    ||out - ref|| / ||ref|| of a single output row (head_dim_v values of one query and head).
+    ||out - ref|| / ||ref|| of a single output row (head_dim_v values of one query and head). Of a
+    backward they are those of the gradient and draw that came nearest to its limits, and ``outputs``
+    has all: error, row_error, stock_error and stock_row_error under ``dq (draw 1)`` and the like.
     """
 
     error: float
@@ -57,6 +60,7 @@ class Verification:
     seed: int
     passed: bool
     reason: str = ""
+    outputs: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

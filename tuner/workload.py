@@ -82,6 +82,14 @@ class Workload:
             )
 
     @property
+    def sees_one_key(self) -> bool:
+        """Tell whether every query sees a single key: its softmax is constant, and dq and dk are zero."""
+        document = self.pattern.mask("document")
+        window = self.pattern.mask("sliding_window")
+        longest = self.seqlen_k if document is None else max(document_lengths(document, self.seqlen_k))
+        return longest == 1 or (window is not None and window["window"] == 1)
+
+    @property
     def key(self) -> str:
         """Canonical, versioned text: equal exactly for equal workloads."""
         return "|".join(
@@ -104,11 +112,11 @@ class Workload:
 
     @property
     def label(self) -> str:
-        """Short text for people: ``causal b2 h16 s8192 d128``."""
+        """Short text for people: ``causal b2 h16 s8192 d128``, with ``bwd`` at the end of a backward's."""
         heads = f"h{self.heads_q}" if self.heads_q == self.heads_kv else f"h{self.heads_q}/{self.heads_kv}"
         seqlen = f"s{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"s{self.seqlen_q}x{self.seqlen_k}"
         dim = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}/{self.head_dim_v}"
-        return f"{self.pattern} b{self.batch} {heads} {seqlen} {dim}"
+        return f"{self.pattern} b{self.batch} {heads} {seqlen} {dim}" + (" bwd" if self.op == "bwd" else "")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; ``from_dict`` gives the same workload back."""

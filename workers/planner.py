@@ -35,7 +35,9 @@ class Planner:
         known = KnownStudy.read(self._store.study(study_id))
         plan = self._plan(study_id, known, planned)
         outstanding = Counter(c.family for c in planned.configs if c.key not in plan.trials)
-        configs = [*plan.new_stocks(), *plan.ask(ahead, outstanding)]
+        configs = plan.new_stocks()
+        if not self._out_of_time(study_id, known):
+            configs += plan.ask(ahead, outstanding)
         if not configs and planned.open:
             return False
         work = [_work(c, plan) for c in configs]
@@ -44,10 +46,15 @@ class Planner:
             self._plans.pop(study_id, None)  # somebody else was faster, or it is over
         return done
 
+    def _out_of_time(self, study_id: str, known: KnownStudy) -> bool:
+        """Tell whether a study has had its seconds: of a device, since in a fleet studies share them."""
+        limit = known.settings.max_seconds
+        return limit is not None and self._store.planning.busy_s(study_id) > limit
+
     def _plan(self, study_id: str, known: KnownStudy, planned: Planned) -> Plan:
         budget, plan = self._plans.pop(study_id, (0, None))
         if plan is None or budget != known.settings.max_trials:
-            plan = Plan(known.spec, known.settings)
+            plan = Plan(known.spec, known.settings, self._store.neighbours(known.spec))
         for trial in known.handle.trials():
             if plan.trials.get(trial.config.key) != trial:
                 plan.tell(trial)

@@ -133,7 +133,7 @@ class Runner:
         handles = [self._store.begin_study(spec, study_settings, force=force) for spec in specs]
         todo: list[_Todo] = []
         for named, spec, handle in zip(workloads, specs, handles, strict=True):
-            if handle.done and study_settings.max_trials > int(handle.settings.get("max_trials", 0)):
+            if handle.done and study_settings.asks_more_than(handle.settings):
                 handle.reopen(study_settings)  # a larger budget than it had: go on from its trials
             known = handle.tuned() if handle.done else None
             if known is not None:
@@ -192,6 +192,7 @@ class Runner:
             self._pool,
             self._sandbox,
             incumbent=job.handle.incumbent(),
+            priors=self._store.neighbours(job.spec),
             lookahead=max(4, 2 * self._pool.workers // _ACTIVE_STUDIES)
             if self.target.overlaps
             else 2 * self._pool.workers,

@@ -17,7 +17,7 @@ from api.http.limits import MAX_PATTERN
 from db.values import JobState
 from tuner.job import MAX_NAME, MAX_STEP_S, MAX_WORKLOADS
 from tuner.lookup import MatchKind
-from tuner.spec import StudySettings
+from tuner.spec import MAX_SECONDS, MIN_SECONDS, StudySettings
 from tuner.target import Toolchain
 from tuner.trial import Verdict
 from tuner.workload import DTYPE_SHORT, DTYPES, LAYOUTS, MAX_SIZE, OPS
@@ -70,6 +70,7 @@ class SettingsBody(_Exact):
     """How hard to try; see ``tuner.spec.StudySettings``."""
 
     max_trials: Annotated[int, Field(ge=1, le=100_000)] = StudySettings.max_trials
+    max_seconds: Annotated[float, Field(ge=MIN_SECONDS, le=MAX_SECONDS)] | None = StudySettings.max_seconds
     margin: Annotated[float, Field(ge=0, le=1)] = StudySettings.margin
     tie_margin: Annotated[float, Field(ge=0, le=1)] = StudySettings.tie_margin
     finalists: Annotated[int, Field(ge=1, le=64)] = StudySettings.finalists

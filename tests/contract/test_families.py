@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import itertools
 import json
+import math
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,6 +35,7 @@ TARGETS = [
     named("cpu"),
     named("fake"),
     Target("NVIDIA A100-SXM4-80GB", "sm_80", 108, 400),
+    Target("NVIDIA L4", "sm_89", 58, 72),
     Target("NVIDIA GeForce RTX 5090", "sm_120a", 170),
     Target("Tesla T4", "sm_75", 40),
 ]
@@ -56,6 +59,8 @@ SHAPES: list[dict[str, Any]] = [
     {"head_dim": 512},
     {"head_dim": 8, "deterministic": True},
     {"op": "bwd"},
+    {"op": "bwd", "head_dim": 128, "heads_kv": 1, "deterministic": True},
+    {"op": "bwd", "head_dim": 256, "head_dim_v": 256},
     {"layout": "varlen"},
     {"seqlen_q": 1, "batch": 64, "heads_kv": 1},
 ]
@@ -81,12 +86,21 @@ def accepted(name: str) -> list[tuple[Workload, Target]]:
     return [(w, t) for w, t in GRID if not families.load(name).refuses(w, t)]
 
 
+MOST_POINTS = 4000  # of one space that are all looked at; of a larger one, as many drawn
+
+
 @cache
 def points(name: str, workload: Workload) -> list[Config]:
-    """Return every point of the family's space; building them proves that each has a canonical form."""
+    """Return the points of the family's space; building them proves that each has a canonical form."""
     family = families.load(name)
     space = family.space(workload)
-    values = itertools.product(*space.values()) if space else ()
+    if not space:
+        return []
+    if math.prod(map(len, space.values())) <= MOST_POINTS:
+        values = list(itertools.product(*space.values()))
+    else:
+        rng = random.Random(workload.key)
+        values = list(dict.fromkeys(tuple(rng.choice(v) for v in space.values()) for _ in range(MOST_POINTS)))
     return [Config.make(family.name, family.version, **dict(zip(space, v, strict=True))) for v in values]
 
 
@@ -203,8 +217,10 @@ def test_feasible_answers_for_every_point_and_lets_some_through(family: KernelFa
 
 def test_what_to_try_first_lies_in_the_space(family: KernelFamily) -> None:
     for workload in {w: None for w, _ in accepted(family.name)}:
-        first = family.first(workload)
-        assert set(first) <= set(points(family.name, workload))
+        first, space = family.first(workload), family.space(workload)
+        for config in first:
+            assert set(dict(config.params)) == set(space)
+            assert all(value in space[name] for name, value in config.params)
         assert len(set(first)) == len(first)
 
 
@@ -243,6 +259,65 @@ def test_block_sizes_follow_the_tiles() -> None:
         wanted = [config.get("q_block", 128), config.get("kv_block", 128)]
         extras = families.load("flex_cpu").extras(config, workload)
         assert extras == ({"block_size": wanted} if workload.pattern.masks else {})
+
+
+@pytest.mark.parametrize("name", ["fa4_fwd_sm100", "fa4_bwd_sm100"])
+def test_block_sizes_follow_the_tiles_of_blackwell(name: str) -> None:
+    """Whole tiles of Q, as many as a thread block has, and whole tiles of K/V: FA4 refuses anything else."""
+    seen = set()
+    for workload, config in runnable(families.load(name)):
+        extras = families.load(name).extras(config, workload)
+        if config.get("mask") in ("block", "partial"):
+            q, kv = extras["block_size"]
+            assert q == 128 * int(config.get("q_stage", 1)) * int(config["q_blocks"])
+            assert kv == int(config["tile_n"]) * int(config["kv_blocks"])
+            assert extras.get("full_blocks", True) is (config["mask"] == "block")
+        elif not config.is_stock:
+            assert extras == {}
+        elif extras:
+            assert extras["block_size"][0] % 256 == extras["block_size"][1] % 128 == 0
+        seen.add(config.get("mask", "stock"))
+    assert seen - {"partial"} == {"block", "native", "stock"}
+    assert ("partial" in seen) is (name == "fa4_bwd_sm100")
+
+
+def test_blocks_of_triton_divide_the_block_mask() -> None:
+    for workload, config in runnable(families.load("flex_triton")):
+        extras = families.load("flex_triton").extras(config, workload)
+        options = extras["kernel_options"]
+        assert options["BACKEND"] == "TRITON"
+        if config.is_stock:
+            assert options == {"BACKEND": "TRITON"}
+            assert extras.get("block_size", [128, 128]) == [128, 128]
+        elif workload.pattern.masks:
+            tiles = {name.partition("_BLOCK_")[2]: size for name, size in options.items() if "_BLOCK_" in name}
+            assert set(tiles) == ({"M", "N"} if workload.op == "fwd" else {"M1", "N1", "M2", "N2"})
+            assert all(name.startswith(f"{workload.op}_") for name in options if name != "BACKEND")
+            for name, size in tiles.items():
+                assert extras["block_size"][name[0] == "N"] % size == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120a"])
+@pytest.mark.parametrize("pattern", ["full", "causal", "document(mean=128) + softcap(20) + alibi"])
+def test_on_neither_hopper_nor_blackwell_triton_is_what_can_be_tuned(arch: str, pattern: str) -> None:
+    target = next(t for t in TARGETS if t.arch == arch)
+    workload = Workload(**BASE, pattern=parse(pattern))
+    able, refused = families.able(workload, target)
+    assert [f.name for f in able if f.space(workload)] == ["flex_triton"]
+    assert all(f"needs sm_{n}" in refused[f"fa4_fwd_sm{n}"] for n in (90, 100))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_where_fa4_can_be_tuned_triton_competes_only_if_named(arch: str) -> None:
+    """Its configs compile on the GPU, one by one: a study would take minutes longer to say what is known."""
+    fa4 = f"fa4_fwd_{arch.rstrip('a').replace('_', '')}"
+    able, refused = families.able(Workload(**BASE), named(arch))
+    assert [f.name for f in able if f.space(Workload(**BASE))] == [fa4]
+    assert refused["flex_triton"] == f"competes only if named where {fa4} can"
+    able, _ = families.able(Workload(**BASE), named(arch), [fa4, "flex_triton"])
+    assert [f.name for f in able] == [fa4, "flex_triton"]
+    able, _ = families.able(Workload(**BASE, dtype="float32"), named(arch))
+    assert "flex_triton" in [f.name for f in able]
 
 
 @pytest.mark.parametrize("name", [n for n in ALL if families.load(n).compile_in == "nowhere"])

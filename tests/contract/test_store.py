@@ -500,3 +500,68 @@ def test_a_database_that_the_server_does_not_have(url: str) -> None:
     assert "FATAL" in str(caught.value)
     assert "hunter2" not in str(caught.value)
     assert f"ann:***@{missing.host}" in str(caught.value)
+
+
+NEIGHBOURS_OF = replace(SPEC, families=("fake/1",))
+
+
+def begun(store: Store, *trials: Trial, target: Target = TARGET, policy: str = "graph", **sizes: Any) -> StudyHandle:
+    """A study of another workload, or elsewhere, with trials."""
+    spec = replace(NEIGHBOURS_OF, workload=WORKLOAD.with_(**sizes), target=target, policy=policy)
+    study = store.begin_study(spec, SETTINGS)
+    for trial in trials:
+        study.add_trial(trial)
+    return study
+
+
+def test_neighbours_are_the_measured_studies_most_alike(store: Store) -> None:
+    near, far = ok(1), ok(2)
+    other = Trial(Config.make("sdpa_cpu", 1), TrialStatus.OK, measurement=near.measurement)
+    begun(store, far, batch=1024)
+    begun(store, near, other, batch=2)
+    begun(store, batch=4)  # nothing measured
+    begun(store, Trial(config(3), TrialStatus.RUN_CRASH, "died"), batch=8)
+    begun(store, ok(4), batch=2, policy="eager")
+    begun(store, ok(5), batch=2, target=Target("NVIDIA B200", "sm_100a", 148))
+    begun(store, ok(6), batch=2, op="bwd")
+    begun(store, ok(7))  # the study itself
+    h100 = Target("NVIDIA H100", "sm_90a", 132)
+    begun(store, ok(8), target=h100)  # the same workload on another GPU
+    found = store.neighbours(NEIGHBOURS_OF)
+    assert [(n.workload.batch, n.target.model) for n in found] == [
+        (2, "NVIDIA H200"),
+        (1, "NVIDIA H100"),
+        (1024, "NVIDIA H200"),
+    ]
+    assert [n.trials for n in found] == [(near,), (ok(8),), (far,)]
+    assert store.neighbours(NEIGHBOURS_OF) == found
+
+
+def test_another_run_of_the_study_is_no_neighbour_and_the_newest_of_others_counts(store: Store) -> None:
+    mine = begun(store, ok(1))
+    mine.finish(answer(), {})
+    store.begin_study(NEIGHBOURS_OF, SETTINGS, force=True).add_trial(ok(2))
+    assert store.neighbours(NEIGHBOURS_OF) == []
+    older = begun(store, ok(3), batch=2)
+    older.finish(answer(), {})
+    spec = replace(NEIGHBOURS_OF, workload=WORKLOAD.with_(batch=2))
+    newer = store.begin_study(spec, SETTINGS, force=True)
+    assert [n.trials for n in store.neighbours(NEIGHBOURS_OF)] == [(ok(3),)]  # the newer has measured nothing yet
+    newer.add_trial(ok(4))
+    assert [n.trials for n in store.neighbours(NEIGHBOURS_OF)] == [(ok(4),)]
+    # the same workload under another toolchain is one, too
+    moved = replace(NEIGHBOURS_OF, toolchain=replace(TOOLCHAIN, driver="590.2"))
+    assert store.neighbours(moved)[0].trials == (ok(2),)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shared"), [(5.0, 9.0, 9.0), (9.0, 5.0, 9.0), (None, 5.0, None), (5.0, None, None)]
+)
+def test_a_study_that_a_job_waits_for_keeps_the_longer_of_the_budgets(
+    store: Store, url: str, first: float | None, second: float | None, shared: float | None
+) -> None:
+    study = store.begin_study(SPEC, replace(SETTINGS, max_seconds=first))
+    with raw_connection(url) as raw:
+        raw.execute(update(StudyModel).values(wanted=True))
+    store.begin_study(SPEC, replace(SETTINGS, max_seconds=second, max_trials=3))
+    assert (study.settings["max_seconds"], study.settings["max_trials"]) == (shared, SETTINGS.max_trials)

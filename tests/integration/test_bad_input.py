@@ -185,8 +185,14 @@ COMMANDS: dict[str, Case] = {
     "no such family to compile": (["compile", "--family", "fa5"], ["'fa5'", "fa4_fwd_sm90"]),
     "a family of another target": (["compile", "--family", "flex_cpu"], ["flex_cpu", "sm_90a"]),
     "a family of another device": (["tune", *FAKE, "--family", "flex_cpu"], ["flex_cpu needs a CPU", "fake"]),
-    "an op that nothing computes": (["tune", "--device", "cpu", "--op", "bwd"], ["flex_cpu computes fwd, not bwd"]),
-    "an op that nothing compiles": (["compile", "--op", "bwd"], ["fa4_fwd_sm90 computes fwd, not bwd"]),
+    "an op that nothing computes": (
+        ["tune", "--device", "cpu", "--op", "bwd", "--pattern", "sliding_window(64)"],
+        ["flex_cpu computes fwd, not bwd", "sdpa_cpu has no argument for sliding_window"],
+    ),
+    "an op that nothing compiles": (
+        ["compile", "--op", "bwd", "--head-dim", "80"],
+        ["fa4_bwd_sm90 pads head_dim to 80", "fa4_fwd_sm90 computes fwd, not bwd"],
+    ),
     "graph on a CPU": (["tune", "--device", "cpu", "--policy", "graph"], ["policy graph", "use eager"]),
     "graph on a CPU, looked up": (["lookup", "--target", "cpu", "--policy", "graph"], ["policy graph", "eager"]),
     "no such policy": (["tune", *FAKE, "--policy", "fast"], ["'fast'", "graph or eager"]),

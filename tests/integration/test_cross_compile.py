@@ -158,8 +158,8 @@ for config, workload in json.loads(sys.argv[2]):
     built = load(config.family).compile(config, Workload.from_dict(workload), room)
     files.append([path.relative_to(room.cache_dir).as_posix() for path in built.files])
 
-from tuner.families import fa4_launch
-print(json.dumps([files, fa4_launch.compiled_here]))
+from tuner.families import fa4_cache
+print(json.dumps([files, fa4_cache.compiled_here]))
 """
 
 

@@ -132,6 +132,16 @@ def test_only_a_hopeless_config_stops_early(time_us: float, pairs: int) -> None:
     assert found["measurement"]["ratio"] == pytest.approx(100 / time_us)
 
 
+def test_repeats_are_for_the_better_half_and_for_what_is_near_the_best() -> None:
+    """By hand: after four, the median of those seen decides, and 10% or 5% behind the best goes on anyway."""
+    us = [100.0, 98.0, 120.0, 125.0, 115.0, 104.0, 107.0, 135.0, 80.0, 97.0, 86.0]
+    made = bench(ScriptedLab(dict(enumerate(us))))
+    taken = [len(made.attempt(config(i))["measurement"]["samples_us"]) for i in range(len(us))]
+    # 125 and 135 are in the slower half after 3 pairs, more than 10% behind 98. 115 and 107 are the median then;
+    # after 7 pairs they are in the slower half, and more than 5% behind. 97 is 21% behind 80, in the better half.
+    assert taken == [15, 15, 15, 3, 7, 15, 7, 3, 15, 15, 15]
+
+
 def test_one_slow_sample_does_not_make_a_config_hopeless() -> None:
     lab = ScriptedLab({3: 95.0}, slowdown=lambda n: 5.0 if n in (42, 43) else 1.0)
     found = bench(lab).attempt(config(3))

@@ -7,6 +7,7 @@ import pytest
 from tuner.config import Config
 from tuner.pattern import parse
 from tuner.plan import Plan
+from tuner.priors import Neighbour
 from tuner.spec import StudySettings, StudySpec
 from tuner.target import Toolchain, named
 from tuner.trial import Measurement, Trial, TrialStatus
@@ -169,3 +170,32 @@ def test_a_result_from_elsewhere_counts_as_one_from_here(ratio: float | None) ->
         rest = made.ask(60)
         assert len({c.key for c in rest} - {c.key for c in configs}) == 30
         assert made.left == 0
+
+
+def sampled(variant: int, ratio: float, samples: int) -> Trial:
+    measured = Measurement("graph", (1 / ratio,) * samples, (1.0,) * samples, ratio, 1 / ratio)
+    return Trial(fake(variant), TrialStatus.OK, measurement=measured)
+
+
+def test_repeats_are_halved_successively() -> None:
+    """Four leaders get 60 samples each, the better two 120, the best 240 and then 300; the others none."""
+    made = plan([sampled(v, 1.0 + v / 100, 15) for v in range(8)])
+    counts = dict.fromkeys(range(8), 15)
+    order = []
+    while (leader := made.to_refine(2)) is not None:
+        variant = int(leader.config["variant"])
+        order.append(variant)
+        counts[variant] += 15
+        made.tell(sampled(variant, 1.0 + variant / 100, counts[variant]))
+    assert counts == {**dict.fromkeys(range(4), 15), 4: 60, 5: 60, 6: 120, 7: 300}
+    assert set(order[:12]) == {4, 5, 6, 7}
+    assert set(order[12:20]) == {6, 7}
+    assert set(order[20:]) == {7}
+
+
+def test_a_plan_with_neighbours_begins_with_what_they_found() -> None:
+    far = spec(LARGE).workload.with_(seqlen_q=256)
+    there = Neighbour(far, named("fake"), tuple(outcome(fake(v)) for v in range(0, LARGE, 60)))
+    made = Plan(spec(LARGE, FAMILIES[:1]), StudySettings(max_trials=40), [there])
+    first = [int(c["variant"]) for c in made.ask(4)]
+    assert all(abs(v - 700) < 100 for v in first)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from api import plot
+from api import plot, replay_plot
 from api.picture import MAX_FINALS, Picture, prepare
 from tuner.config import Config
 from tuner.errors import InputError
+from tuner.replay import Replay
 from tuner.trial import Finalist, Measurement, Trial, TrialStatus, TunedConfig, Verdict
 
 STOCK = Config.make("fa4_fwd_sm90", 1)
@@ -177,3 +178,21 @@ def test_an_existing_plot_is_replaced_whole(tmp_path: Path) -> None:
     path.write_bytes(b"old" * 100_000)
     plot.write(path, STUDIES["running"])
     assert path.read_bytes().endswith(b"IEND\xaeB`\x82")
+
+
+@pytest.mark.parametrize("suffix", [".png", ".html"])
+def test_a_plot_of_replays_is_written_also_where_nothing_worked_at_first(tmp_path: Path, suffix: str) -> None:
+    inf = float("inf")
+    found = {
+        "ours": [Replay("a", "ours", 0, (1.2, 1.0), ("x", "y")), Replay("a", "ours", 1, (1.1,), ("x",))],
+        "random": [Replay("a", "random", 0, (inf, inf, 1.5), ("x", "y", "z"))],
+    }
+    path = tmp_path / f"regret{suffix}"
+    replay_plot.write(path, found, 3, "<title>")
+    data = path.read_bytes()
+    if suffix == ".png":
+        assert struct.unpack(">II", data[16:24]) == (plot.WIDTH_PX, plot.HEIGHT_PX)
+    else:
+        assert b"&lt;title&gt;" in data
+    assert replay_plot._curves(found["ours"], 3) == (pytest.approx([1.15, 1.05, 1.05]), [1.2, 1.1, 1.1])
+    assert replay_plot._curves(found["random"], 3)[0] == [inf, inf, 1.5]

@@ -9,7 +9,18 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from tuner.verify import ERROR_MULTIPLE, FLOOR, STOCK_LIMIT, Errors, errors, judge
+from tuner.verify import (
+    ERROR_MULTIPLE,
+    FLOOR,
+    STOCK_LIMIT,
+    Errors,
+    decisive,
+    errors,
+    judge,
+    judge_all,
+    named,
+    stock_refused,
+)
 
 Array = npt.NDArray[np.float64]
 
@@ -139,3 +150,46 @@ def test_the_stock_limit_holds_a_rounding_and_no_more(attention: dict[str, Array
     assert good < STOCK_LIMIT["bfloat16"] / ERROR_MULTIPLE
     assert errors(attention["stock"] * 1.05, attention["ref"]).whole > STOCK_LIMIT["bfloat16"]
     assert STOCK_LIMIT["float32"] < STOCK_LIMIT["float16"] < STOCK_LIMIT["bfloat16"]
+
+
+STOCK = {"dq": Errors(3e-3, 1e-1), "dk": Errors(2e-3, 1e-2), "dv": Errors(1e-3, 5e-3)}
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "words"),
+    [
+        ("dq", Errors(5e-3, 3e-1), ""),  # below 2 and 4 times the stock kernel's
+        ("dq", Errors(7e-3, 1e-1), "dq: relative error 0.007 exceeds 0.006"),
+        ("dk", Errors(2e-3, 5e-2), "dk: worst row's error 0.05 exceeds 0.04"),  # less than what dq may show
+        ("dv", Errors(3e-3, 5e-3), "dv: relative error 0.003 exceeds 0.002"),  # dq's own would be right
+        ("dv", Errors(math.nan, math.nan), "dv: the output has NaN or inf, or was not written everywhere"),
+    ],
+)
+def test_each_gradient_is_held_against_the_stock_kernels_error_in_the_same(
+    name: str, found: Errors, words: str
+) -> None:
+    reason = judge_all({**STOCK, name: found}, STOCK)
+    assert reason.startswith(words)
+    assert bool(reason) == bool(words)
+    assert decisive({**STOCK, name: found}, STOCK) == name  # the others are at half and a quarter of their limits
+
+
+def test_the_nearest_to_its_limit_decides_and_nan_is_beyond_all() -> None:
+    found = {"dq": Errors(2.9e-2, 1e-1), "dk": Errors(3e-3, 1e-2), "dv": Errors(math.nan, 0.0)}
+    assert decisive(found, STOCK) == "dv"
+    assert decisive({"dq": found["dq"], "dk": found["dk"]}, STOCK) == "dq"
+
+
+def test_one_output_is_called_out_and_its_refusal_has_no_name() -> None:
+    assert list(named(np.zeros(2))) == ["out"]
+    assert named({"dq": 1}) == {"dq": 1}
+    assert judge_all({"out": Errors(0.5, 0.5)}, {"out": Errors(0.1, 0.1)}).startswith("relative error 0.5")
+
+
+def test_a_stock_kernel_that_is_wrong_in_one_gradient_is_no_measure() -> None:
+    assert stock_refused(STOCK, "bfloat16") == ""
+    wrong = {**STOCK, "dk": Errors(0.7, 1.0)}
+    assert stock_refused(wrong, "bfloat16") == "the default's relative error in dk is 0.7, above 0.02"
+    assert (
+        stock_refused({"out": Errors(math.nan, 0.0)}, "float32") == "the default's relative error is nan, above 0.0001"
+    )

@@ -22,14 +22,23 @@ REGISTRY: dict[str, str] = {
     "flex_triton_stock": "tuner.families.flex_stock:TRITON",
     "cudnn": "tuner.families.sdpa:CUDNN",
     "fa4_fwd_sm90": "tuner.families.fa4_fwd_sm90:FAMILY",
+    "fa4_bwd_sm90": "tuner.families.fa4_bwd_sm90:FAMILY",
+    "fa4_fwd_sm100": "tuner.families.fa4_fwd_sm100:FAMILY",
+    "fa4_bwd_sm100": "tuner.families.fa4_bwd_sm100:FAMILY",
+    "flex_triton": "tuner.families.flex_triton:FAMILY",
     "flex_cpu": "tuner.families.flex_cpu:FAMILY",
     "sdpa_cpu": "tuner.families.sdpa:CPU",
     "fake": "tuner.families.fake:FAMILY",
 }
 
+# Compete only where no other family has anything to tune, or if named. Triton's compiles on the GPU, one
+# config after the other at about ten seconds each, and FA4's kernels beat it 1.2 to 3 times where they run.
+SECOND_CHOICE = ("flex_triton",)
+
 # Never compete unless named: the instruments of honesty checks.
 INSTRUMENTS: dict[str, str] = {
     "decoy": "tuner.families.decoy:FAMILY",
+    "decoy_bwd": "tuner.families.decoy:BACKWARD",
 }
 
 
@@ -64,4 +73,10 @@ def able(workload: Workload, target: Target, only: Sequence[str] = ()) -> tuple[
             refused[name] = reason
         else:
             can.append(family)
+    first = [f.name for f in can if f.name not in SECOND_CHOICE and f.space(workload)]
+    if first and not only:
+        refused |= {
+            f.name: f"competes only if named where {' and '.join(first)} can" for f in can if f.name in SECOND_CHOICE
+        }
+        can = [f for f in can if f.name not in SECOND_CHOICE]
     return can, refused

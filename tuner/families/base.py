@@ -18,7 +18,8 @@ from tuner.workload import Workload
 
 Space = Mapping[str, tuple[Param, ...]]
 
-# A kernel ready to run: takes one set of inputs, returns the output tensor.
+# A kernel ready to run: takes one set of inputs, returns the output tensor; a backward returns
+# (dq, dk, dv). One with a method ``prepare(inputs)`` has that called before it is timed on them.
 Kernel = Callable[[Any], Any]
 
 
@@ -99,3 +100,10 @@ class Untunable:
 
     def feasible(self, config: Config, workload: Workload, target: Target) -> str:
         return "" if config.is_stock else "has nothing to tune"
+
+
+def backward_refused(workload: Workload) -> str:
+    """Return why a backward workload cannot be verified by anybody; empty if it can, or is a forward."""
+    if workload.op == "bwd" and workload.sees_one_key:
+        return f"has nothing to verify: every query sees one key under {workload.pattern}, so dq and dk are zero"
+    return ""

@@ -8,6 +8,10 @@ spinning kernel; the script gives each a share of the stock kernel's time to spi
 ``stock`` is the default config, ``default`` every variant not named. All zero: nothing to find.
 ``breaks`` makes a variant fail for real: ``assert`` (a device-side assertion, which loses the CUDA
 context), ``hang`` (spins for hours), ``nan``, ``wrong`` (one query row scaled) or ``unwritten``.
+
+``decoy_bwd`` is a CPU's stock backward likewise, with defects in the gradients and no slowdowns: ``wrong_dk``
+(one key's dk halved), ``nan`` (one row of dv), ``swapped`` (dk and dv), ``unwritten``, ``unrepeatable``
+(a few last bits of dq).
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import Any
 from tuner.config import Config
 from tuner.families.base import Built, Kernel, Room, Space
 from tuner.families.fa4_fwd_sm90 import FAMILY as FA4
+from tuner.families.sdpa import CPU as SDPA
 from tuner.target import Target
 from tuner.workload import Workload
 
@@ -74,7 +79,43 @@ class Decoy:
         return run
 
 
+class DecoyBackward:
+    """SDPA's backward on a CPU, times a planted defect."""
+
+    name = "decoy_bwd"
+    version = 1
+    compile_in = "nowhere"
+    lab = "tuner.lab_torch:TorchLab"
+
+    def refuses(self, workload: Workload, target: Target) -> str:
+        return f"computes bwd, not {workload.op}" if workload.op != "bwd" else SDPA.refuses(workload, target)
+
+    def stock(self, workload: Workload) -> Config:
+        return Config.make(self.name, self.version)
+
+    def space(self, workload: Workload) -> Space:
+        return {"variant": tuple(range(_VARIANTS))}
+
+    def first(self, workload: Workload) -> tuple[Config, ...]:
+        return ()
+
+    def feasible(self, config: Config, workload: Workload, target: Target) -> str:
+        return ""
+
+    def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
+        return {}
+
+    def compile(self, config: Config, workload: Workload, room: Room) -> Built:
+        return Built()
+
+    def build(self, config: Config, workload: Workload, room: Room) -> Kernel:
+        kernel = SDPA.build(SDPA.stock(workload), workload, room)
+        how = json.loads(room.script or "{}").get("breaks", {}).get(str(config.get("variant", "stock")))
+        return _broken_backward(kernel, how) if how else kernel
+
+
 FAMILY = Decoy()
+BACKWARD = DecoyBackward()
 
 
 def _broken(kernel: Kernel, how: str) -> Kernel:
@@ -96,6 +137,27 @@ def _broken(kernel: Kernel, how: str) -> Kernel:
         elif how == "wrong":
             out[0, out.shape[1] // 2, 0] *= 1.5
         return out
+
+    return run
+
+
+def _broken_backward(kernel: Kernel, how: str) -> Kernel:
+    """Return a backward with a real defect."""
+    import torch
+
+    def run(inputs: Any) -> tuple[torch.Tensor, ...]:
+        dq, dk, dv = kernel(inputs)
+        if how == "unwritten":
+            dv = inputs.dv
+        elif how == "swapped":
+            dk, dv = dv, dk
+        elif how == "wrong_dk":
+            dk[0, dk.shape[1] // 2, 0] *= 0.5
+        elif how == "nan":
+            dv[0, -1, 0, 0] = float("nan")
+        elif how == "unrepeatable":
+            dq = dq * (1 + 1e-6 * torch.rand(()))
+        return dq, dk, dv
 
     return run
 

@@ -96,7 +96,7 @@ class Fa4FwdSm90:
                 intra_wg_overlap=overlap,
                 num_stages=2,
                 q_blocks=1,
-                pack_gqa=workload.heads_q > workload.heads_kv and mask == "native",
+                pack_gqa=workload.heads_q > workload.heads_kv,
             )
             for mask in self.space(workload)["mask"]
             for tile_m, tile_n, rs, overlap in _FIRST
@@ -110,8 +110,6 @@ class Fa4FwdSm90:
             return reason
         if native and config["q_blocks"] != 1:
             return "q_blocks sizes a BlockMask, and mask=native has none"
-        if config["pack_gqa"] and not native:
-            return "pack_gqa folds heads into rows, which a per-row BlockMask does not follow"
         if config["pack_gqa"] and workload.heads_q == workload.heads_kv:
             return "pack_gqa needs more query heads than K/V heads"
         groups, tile_n = int(config["tile_m"]) // 64, int(config["tile_n"])

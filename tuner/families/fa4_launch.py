@@ -2,74 +2,30 @@
 
 Both must pass exactly the same arguments, since FA4's compile key holds every one of them: a call
 that differs compiles again, silently, in the measuring process. So there is one function here that
-makes the arguments, and a cache that tells when it compiled.
+makes the arguments, and a cache (``fa4_cache``) that tells when it compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from flash_attn.cute import interface
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-from flash_attn.cute.cache_utils import JITPersistentCache, _compute_source_fingerprint
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tuner.config import Config
-from tuner.families import cubin, pattern_cute, pattern_torch
+from tuner.families import cubin, fa4_cache, pattern_cute, pattern_torch
 from tuner.families.base import Built, Kernel, Room
 from tuner.families.fa4_tiles import block_size, smem_bytes, uses_block_mask
 from tuner.trial import Resources
 from tuner.workload import Workload
 
-compiled_here: list[str] = []  # hashes of kernels that this process compiled, not loaded
-
-
-class _Cache(JITPersistentCache):  # type: ignore[misc]
-    """FA4's disk cache, which also notes what was compiled. FA4 asks it in every call: keep it that quick."""
-
-    last_object: Path | None = None  # of the newest call, where nothing is loaded
-
-    def __setitem__(self, key: Any, fn: Any) -> None:
-        compiled_here.append(self._key_to_hash(key))
-        super().__setitem__(key, fn)
-
-
-class _Objects(_Cache):
-    """The cache where nothing runs: an object on disk is enough, and loading one needs a driver.
-
-    One that only memory holds is not: it is the file that travels to the machines that measure.
-    """
-
-    def __contains__(self, key: Any) -> bool:
-        self.last_object = self.cache_path / f"{self._key_to_hash(key)}.o"
-        return self.last_object.exists() and self.last_object.stat().st_size > 0
-
-
-_caches: dict[tuple[Path, bool], _Cache] = {}
-
-
-def note_compiles(cache_dir: Path) -> None:
-    """Put a noting cache in the place of FA4's own, for stock calls and FlexAttention's FLASH backend."""
-    interface._flash_attn_fwd.compile_cache = _cache(_shipped(cache_dir), load=True)
-
-
-def _cache(path: Path, load: bool) -> _Cache:
-    if (path, load) not in _caches:
-        _caches[path, load] = _Cache(path) if load else _Objects(path)
-    return _caches[path, load]
-
-
-def _shipped(cache_dir: Path) -> Path:
-    """Where FA4 itself keeps its forward kernels, given the cache folder that children get."""
-    return cache_dir / "fa4" / "shipped" / str(_compute_source_fingerprint()) / "fwd"
-
 
 @contextmanager
-def _stages(config: Config, room: Room, load: bool) -> Iterator[_Cache]:
+def _stages(config: Config, room: Room, load: bool) -> Iterator[fa4_cache.Cache]:
     """Make FA4 build with the config's number of K/V stages inside the with-block.
 
     The number is a literal at FA4's call and not in its compile key, so the class is wrapped and
@@ -77,10 +33,10 @@ def _stages(config: Config, room: Room, load: bool) -> Iterator[_Cache]:
     """
     original, original_cache = interface.FlashAttentionForwardSm90, interface._flash_attn_fwd.compile_cache
     if config.is_stock:
-        cache = _cache(_shipped(room.cache_dir), load)
+        cache = fa4_cache.cache(fa4_cache.shipped(room.cache_dir, "fwd"), load)
     else:
         stages = int(config["num_stages"])
-        cache = _cache(room.cache_dir / "fa4" / f"stages{stages}" / _compute_source_fingerprint(), load)
+        cache = fa4_cache.cache(fa4_cache.own(room.cache_dir, f"stages{stages}"), load)
         interface.FlashAttentionForwardSm90 = lambda *args, **kw: original(*args, **{**kw, "num_stages": stages})
     interface._flash_attn_fwd.compile_cache = cache
     try:
@@ -93,24 +49,18 @@ def _stages(config: Config, room: Room, load: bool) -> Iterator[_Cache]:
 def compile_fwd(config: Config, workload: Workload, room: Room) -> Built:
     """Compile one config into the room's cache without a GPU, and read its figures from the cubin."""
     with FakeTensorMode(), _stages(config, room, load=False) as cache:
-        dtype = getattr(torch, workload.dtype)
-        w = workload
-        q = torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim, dtype=dtype, device="cuda")
-        k = torch.empty(w.batch, w.seqlen_k, w.heads_kv, w.head_dim, dtype=dtype, device="cuda")
-        v = torch.empty(w.batch, w.seqlen_k, w.heads_kv, w.head_dim_v, dtype=dtype, device="cuda")
-        out = torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim_v, dtype=dtype, device="cuda")
-        lse = torch.empty(w.batch, w.heads_q, w.seqlen_q, dtype=torch.float32, device="cuda")
-        arguments = _arguments(config, workload, _fake_block_sparsity(config, workload))
+        q, k, v, out, lse = tensors(workload)
+        arguments = _arguments(config, workload, _block_lists(config, workload, fake=True))
         interface._flash_attn_fwd(q, k, v, out=out, lse=lse, **arguments)
-    assert cache.last_object is not None
-    found = cubin.resources(cache.last_object)
+    made = cache.asked[-1]
+    found = cubin.resources(made)
     smem = None if config.is_stock else smem_bytes(config, workload)
-    return Built(Resources(found.registers, found.spill_bytes, smem, found.code_bytes), (cache.last_object,))
+    return Built(Resources(found.registers, found.spill_bytes, smem, found.code_bytes), (made,))
 
 
 def build_fwd(config: Config, workload: Workload, room: Room) -> Kernel:
     """Return the kernel on this process's GPU, loaded from the room's cache."""
-    arguments = _arguments(config, workload, _real_block_sparsity(config, workload))
+    arguments = _arguments(config, workload, _block_lists(config, workload, fake=False))
     w = workload
     lse = torch.empty(w.batch, w.heads_q, w.seqlen_q, dtype=torch.float32, device="cuda")
 
@@ -129,25 +79,19 @@ def build_fwd(config: Config, workload: Workload, room: Room) -> Kernel:
     return run_tuned
 
 
+def tensors(workload: Workload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return unfilled q, k, v, out and LSE of a workload; under FakeTensorMode they take no memory."""
+    w, dtype = workload, getattr(torch, workload.dtype)
+    q = torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim, dtype=dtype, device="cuda")
+    k = torch.empty(w.batch, w.seqlen_k, w.heads_kv, w.head_dim, dtype=dtype, device="cuda")
+    v = torch.empty(w.batch, w.seqlen_k, w.heads_kv, w.head_dim_v, dtype=dtype, device="cuda")
+    out = torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim_v, dtype=dtype, device="cuda")
+    return q, k, v, out, torch.empty(w.batch, w.heads_q, w.seqlen_q, dtype=torch.float32, device="cuda")
+
+
 def _arguments(config: Config, workload: Workload, sparsity: BlockSparseTensorsTorch | None) -> dict[str, Any]:
     """Return FA4's keyword arguments for a config; the same for fake and for real tensors."""
-    pattern = workload.pattern
-    arguments: dict[str, Any] = {}
-    if sparsity is not None:
-        arguments["mask_mod"] = pattern_cute.mask_mod(workload)
-        arguments["block_sparse_tensors"] = sparsity
-        if pattern.mask("document"):
-            arguments["aux_tensors"] = [pattern_torch.document_ids(workload, "cuda")]
-    elif window := pattern.mask("sliding_window"):
-        # FA4 counts the keys to the left of the query, so a window of w tokens is w - 1 of them
-        arguments["window_size_left"] = int(window["window"]) - 1  # type: ignore[arg-type]
-        arguments["window_size_right"] = 0
-    else:
-        arguments["causal"] = pattern.mask("causal") is not None
-    if pattern.score("alibi") or not config.is_stock:
-        arguments["score_mod"] = pattern_cute.score_mod(workload)
-    else:
-        arguments["softcap"] = pattern_torch.softcap_of(workload)
+    arguments = pattern_arguments(config, workload, sparsity)
     if not config.is_stock:
         arguments["tile_mn"] = (config["tile_m"], config["tile_n"])
         arguments["mma_pv_is_rs"] = config["mma_pv_is_rs"]
@@ -156,27 +100,53 @@ def _arguments(config: Config, workload: Workload, sparsity: BlockSparseTensorsT
     return arguments
 
 
-def _fake_block_sparsity(config: Config, workload: Workload) -> BlockSparseTensorsTorch | None:
-    """Return block lists of the right shapes and strides, for compiling."""
+def pattern_arguments(config: Config, workload: Workload, sparsity: BlockSparseTensorsTorch | None) -> dict[str, Any]:
+    """Return the forward's arguments for a pattern; its scores are ours, unless stock has an argument for them."""
+    arguments = mask_arguments(workload, sparsity)
+    if workload.pattern.score("alibi") or not config.is_stock:
+        arguments["score_mod"] = pattern_cute.score_mod(workload)
+    else:
+        arguments["softcap"] = pattern_torch.softcap_of(workload)
+    return arguments
+
+
+def mask_arguments(workload: Workload, sparsity: BlockSparseTensorsTorch | None) -> dict[str, Any]:
+    """Return FA4's arguments for a pattern's masks: block lists with a mask_mod, or its native ones."""
+    pattern = workload.pattern
+    if sparsity is not None:
+        arguments: dict[str, Any] = {"mask_mod": pattern_cute.mask_mod(workload), "block_sparse_tensors": sparsity}
+        if pattern.mask("document"):
+            arguments["aux_tensors"] = [pattern_torch.document_ids(workload, "cuda")]
+        return arguments
+    if window := pattern.mask("sliding_window"):
+        # FA4 counts the keys to the left of the query, so a window of w tokens is w - 1 of them
+        return {"window_size_left": int(window["window"]) - 1, "window_size_right": 0}  # type: ignore[arg-type]
+    return {"causal": pattern.mask("causal") is not None}
+
+
+def _block_lists(config: Config, workload: Workload, *, fake: bool) -> BlockSparseTensorsTorch | None:
     if not uses_block_mask(config, workload):
         return None
-    bq, bkv = block_size(config)
-    rows, columns = -(-workload.seqlen_q // bq), -(-workload.seqlen_k // bkv)
+    return (fake_lists if fake else real_lists)(workload, block_size(config))
+
+
+def fake_lists(workload: Workload, size: tuple[int, int]) -> BlockSparseTensorsTorch:
+    """Return block lists of the right shapes and strides, for compiling.
+
+    With lists of full blocks, always: FA4 b36 cannot compile a forward without them.
+    """
+    rows, columns = -(-workload.seqlen_q // size[0]), -(-workload.seqlen_k // size[1])
     count = torch.empty(1, 1, rows, dtype=torch.int32, device="cuda")
     index = torch.empty(1, 1, rows, columns, dtype=torch.int32, device="cuda")
-    return BlockSparseTensorsTorch(count, index, count, index, block_size=(bq, bkv))
+    return BlockSparseTensorsTorch(count, index, count, index, block_size=size)
 
 
-def _real_block_sparsity(config: Config, workload: Workload) -> BlockSparseTensorsTorch | None:
+def real_lists(workload: Workload, size: tuple[int, int]) -> BlockSparseTensorsTorch:
     """Return the block lists of the pattern, from FlexAttention's BlockMask."""
-    if not uses_block_mask(config, workload):
-        return None
-    from torch.nn.attention.flex_attention import create_block_mask
+    from tuner.families import flex
 
-    size = block_size(config)
-    keep = pattern_torch.mask_mod(workload, "cuda")
-    assert keep is not None
-    mask = create_block_mask(keep, None, None, workload.seqlen_q, workload.seqlen_k, device="cuda", BLOCK_SIZE=size)
+    mask = flex.make_block_mask(workload, "cuda", size)
+    assert mask is not None
     return BlockSparseTensorsTorch(
         mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices, block_size=size
     )

@@ -22,11 +22,11 @@ _NATIVE_MASKS: tuple[set[str], ...] = ({"causal"}, {"sliding_window"}, set())
 
 
 def mask_refused(mask: str, workload: Workload) -> str:
-    """Return why a workload cannot use ``mask``, native or block; empty if it can."""
+    """Return why a workload cannot use ``mask``: native, block or partial; empty if it can."""
     names = set(workload.pattern.mask_names)
     if mask == "native" and names not in _NATIVE_MASKS:
         return f"FA4 has no native argument for {workload.pattern}"
-    if mask == "block" and not names:
+    if mask != "native" and not names:
         return f"{workload.pattern} masks nothing: there is no BlockMask to build"
     return ""
 
@@ -35,7 +35,7 @@ def uses_block_mask(config: Config, workload: Workload) -> bool:
     """Tell whether the call passes a mask_mod with a BlockMask; stock does so only where it must."""
     if config.is_stock:
         return bool(mask_refused("native", workload))
-    return config["mask"] == "block"
+    return config["mask"] != "native"
 
 
 def block_size(config: Config) -> tuple[int, int]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.config import Config
-from tuner.families.base import Built, Kernel, Room, Untunable
+from tuner.families.base import Built, Kernel, Room, Untunable, backward_refused
+from tuner.families.fa4_bwd_tiles import stock_dq_refused
 from tuner.target import Target
 from tuner.workload import Workload
 
@@ -25,15 +26,15 @@ class FlexStock(Untunable):
             return f"needs a GPU, the target is {target.arch}"
         if self._arches and target.arch not in self._arches:
             return f"needs {' or '.join(self._arches)}, the target is {target.arch}"
-        if workload.op != "fwd":
-            return f"computes fwd here, not {workload.op}"
         if workload.layout != "dense":
             return f"has no {workload.layout} layout"
         if workload.dtype == "float32" and self._backend == "FLASH":
             return "computes bfloat16 and float16, not float32"
         if max(workload.head_dim, workload.head_dim_v) > self._max_head_dim:
             return f"head_dim goes to {self._max_head_dim}, not {max(workload.head_dim, workload.head_dim_v)}"
-        return ""
+        if workload.op == "bwd" and self._backend == "FLASH" and (reason := _flash_bwd_refused(workload, target)):
+            return reason
+        return backward_refused(workload)
 
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
         extras: dict[str, Any] = {"kernel_options": {"BACKEND": self._backend}}
@@ -52,6 +53,20 @@ class FlexStock(Untunable):
 
         block = (flex.DEFAULT_BLOCK, flex.DEFAULT_BLOCK)
         return flex.build(workload, "cuda", block, {"BACKEND": self._backend})
+
+
+def _flash_bwd_refused(workload: Workload, target: Target) -> str:
+    """Return why FlexAttention's FLASH backend has no right backward for a workload."""
+    w = workload
+    if w.deterministic:
+        return "adds to dq in the order in which blocks arrive, which is not deterministic"
+    if w.heads_q != w.heads_kv and w.head_dim != w.head_dim_v:
+        return f"sums over grouped heads only where head_dim_v equals head_dim, not {w.head_dim_v} and {w.head_dim}"
+    if target.arch != "sm_90a":
+        return ""
+    if w.pattern.masks and w.head_dim > 128:
+        return f"has no backward tile of FlexAttention's 128 keys for head_dim {w.head_dim}, over 128, on sm_90"
+    return stock_dq_refused(w, bool(w.pattern.masks))
 
 
 FLASH = FlexStock("flex_flash_stock", "FLASH", ("sm_90a", "sm_100a"), 256)

@@ -67,6 +67,27 @@ def score_mod(workload: Workload) -> Callable[..., Any] | None:
     return _hashed(modify, f"score|{shift}|{heads if alibi else 0}|{' + '.join(map(str, workload.pattern.scores))}")
 
 
+def score_mod_bwd(workload: Workload) -> Callable[..., Any] | None:
+    """Return what turns the gradient of the modified score into that of the score, or None.
+
+    It gets the scaled score from before the modification: d(cap tanh(s / cap)) / ds = 1 - tanh(s / cap)^2,
+    and ALiBi adds a constant.
+    """
+    cap = softcap_of(workload)
+    if not workload.pattern.scores:
+        return None
+
+    def backward(
+        grad: Any, score: Any, b: Any, h: Any, *, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any
+    ) -> Any:
+        if cap is None:
+            return grad
+        t = cute.math.tanh(score * (1.0 / cap), fastmath=True)
+        return grad * (1.0 - t * t)
+
+    return _hashed(backward, f"score_bwd|{' + '.join(map(str, workload.pattern.scores))}")
+
+
 def _int(value: Any) -> Any:
     return utils.scalar_to_ssa(value, cutlass.Int32)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tuner.errors import PatternError
 from tuner.pattern import document_lengths
 from tuner.workload import Workload
 
@@ -80,3 +81,24 @@ def softcap_of(workload: Workload) -> float | None:
     """Return the cap of the pattern's softcap, or None."""
     part = workload.pattern.score("softcap")
     return None if part is None else float(part["cap"])  # type: ignore[arg-type]
+
+
+def refuse_captured_gradients(function: ScoreMod | None) -> ScoreMod | None:
+    """Return a score modification as it is, unless it captures a tensor that wants a gradient.
+
+    Raises:
+        PatternError: naming the tensor. Backward kernels here give dq, dk and dv and nothing else.
+    """
+    for name, cell in zip(*_captures(function), strict=True):
+        if isinstance(cell, Tensor) and cell.requires_grad:
+            raise PatternError(
+                f"the score modification captures {name}, a tensor of shape {tuple(cell.shape)} that requires a "
+                "gradient; only dq, dk and dv are computed: detach it, or tune op fwd"
+            )
+    return function
+
+
+def _captures(function: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    if function is None or function.__closure__ is None:
+        return (), ()
+    return function.__code__.co_freevars, tuple(cell.cell_contents for cell in function.__closure__)

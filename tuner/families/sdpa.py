@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tuner.config import Config
-from tuner.families.base import Built, Kernel, Room, Untunable
+from tuner.families.base import Built, Kernel, Room, Untunable, backward_refused
 from tuner.target import Target
 from tuner.workload import Workload
 
@@ -24,19 +24,21 @@ class Sdpa(Untunable):
             return f"needs {self._device}, the target is {target.arch}"
         if self._device == "cuda" and target.arch not in ("sm_80", "sm_89", "sm_90a", "sm_100a"):
             return f"cuDNN's fused attention needs sm_80 or newer, the target is {target.arch}"
-        if workload.op != "fwd" or workload.layout != "dense":
-            return f"computes dense fwd here, not {workload.layout} {workload.op}"
+        if workload.layout != "dense":
+            return f"has no {workload.layout} layout here"
         if self._device == "cuda" and workload.dtype == "float32":
             return "cuDNN computes bfloat16 and float16, not float32"
-        if self._device == "cuda" and max(workload.head_dim, workload.head_dim_v) > 256:
-            return f"cuDNN's head_dim goes to 256, not {max(workload.head_dim, workload.head_dim_v)}"
+        # Newer cuDNN has a few larger pairs in backward; 128 is what every version has
+        largest, limit = max(workload.head_dim, workload.head_dim_v), 256 if workload.op == "fwd" else 128
+        if self._device == "cuda" and largest > limit:
+            return f"cuDNN's head_dim goes to {limit} in {workload.op}, not {largest}"
         if workload.pattern.scores:
             return f"has no argument for {' + '.join(map(str, workload.pattern.scores))}"
         if workload.pattern.mask_names - {"causal"}:
             return f"has no argument for {workload.pattern}"
         if workload.pattern.masks and workload.seqlen_q != workload.seqlen_k:
             return "aligns causal to the top left, which differs where seqlen_q is not seqlen_k"
-        return ""
+        return backward_refused(workload)
 
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
         return {}
@@ -57,6 +59,15 @@ class Sdpa(Untunable):
             torch.backends.cuda.enable_cudnn_sdp(True)
         causal = bool(workload.pattern.masks)
         gqa = workload.heads_q != workload.heads_kv
+
+        if workload.op == "bwd":
+            from tuner.families.autograd import Backward
+
+            return Backward(
+                lambda q, k, v: scaled_dot_product_attention(
+                    q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, enable_gqa=gqa
+                ).transpose(1, 2)
+            )
 
         def run(inputs: Any) -> torch.Tensor:
             out = scaled_dot_product_attention(
