@@ -390,7 +390,7 @@ def main() -> int:
     document = {
         "program": "benchmarks/chaos.py",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "out"},
+        "arguments": {k: v for k, v in vars(args).items() if k not in ("out", "keep")},
         "machine": _machine(),
         "seconds": {"in_peace": round(calm_s, 1), "under_fire": round(took, 1)},
         "trials": result.trials,
