@@ -122,16 +122,15 @@ class Work:
         with self._database.write_soft() as connection:
             _guarded(connection, claim, state="ready", begun=False, worker_id=None, attempts=claim.attempts - 1)
 
-    def release(self, claim: Claim, error: str, *, fatal: bool = False) -> None:
-        """Give work back that a machine spoiled; ``fatal`` if it cost a child. Raises StaleClaim.
+    def release(self, claim: Claim, error: str) -> None:
+        """Give work back that a machine spoiled. Raises StaleClaim.
 
-        It comes again later, or is given up as if its worker had died too often.
+        It comes again later; after ``ATTEMPTS`` it is given up as if its worker had died too often.
         """
-        deaths = claim.deaths + fatal
-        if deaths >= DEATHS or claim.attempts >= ATTEMPTS:
-            self._give_up(claim, deaths, error)
+        if claim.attempts >= ATTEMPTS:
+            self._give_up(claim, claim.deaths, error)
             return
-        after = {"state": "ready", "begun": False, "worker_id": None, "deaths": deaths, "error": error[:2000]}
+        after = {"state": "ready", "begun": False, "worker_id": None, "error": error[:2000]}
         with self._database.write_soft() as connection:
             _guarded(connection, claim, turns.HELD_LATER, **after)
 

@@ -104,7 +104,6 @@ OPERATIONS: dict[str, tuple[str, Callable[[Store, Claim], None]]] = {
     "finals": ("finals", lambda s, c: s.work.commit_finals(c, tuned(), {})),
     "begin": ("measure", lambda s, c: s.work.begin(c)),
     "release": ("measure", lambda s, c: s.work.release(c, "spoiled")),
-    "fatal release": ("measure", lambda s, c: s.work.release(c, "spoiled", fatal=True)),
     "give back": ("measure", lambda s, c: s.work.give_back(c)),
 }
 
@@ -333,42 +332,32 @@ def test_finals_that_kill_three_workers_fail_the_study_and_a_later_job_begins_it
 
 
 @pytest.mark.parametrize("kind", ["trial", "finals"])
-def test_children_that_die_count_as_workers_do(store: Store, url: str, kind: str) -> None:
+def test_what_machines_fail_at_is_given_up_in_the_end(store: Store, url: str, kind: str) -> None:
     job, (study_id,) = started(store, configs=1 if kind == "trial" else 0)
     if kind == "finals":
         plan(store, study_id, [], finals=True)
-    for _ in range(DEATHS):
-        store.work.release(claim(store, begin=True), ODD, fatal=True)
-    assert store.work.open(study_id) == 0
-    if kind == "finals":
-        failed = store.jobs.get(job.id)
-        assert failed.state == "failed"
-        assert "finals cost 3 workers or children: died:\\0 \\ud800 \N{SNOWMAN}" in failed.items[0].error
-    else:
-        (trial,) = store.study(study_id).trials()
-        assert trial.status is TrialStatus.RUN_CRASH
-        assert trial.error == f"quarantined after it cost 3 workers or children: {ODD}"
-        assert events_of(store, url, job.id)[-1].kind == "quarantined"
-
-
-def test_what_machines_fail_at_is_given_up_in_the_end(store: Store) -> None:
-    _, (study_id,) = started(store, configs=1)
     for attempt in range(1, ATTEMPTS + 1):
         found = claim(store, begin=True)
         assert (found.attempts, found.deaths) == (attempt, 0)
         store.work.release(found, ODD)
-    (trial,) = store.study(study_id).trials()
-    assert f"failed on machines {ATTEMPTS} times" in trial.error
-    assert store.work.ready() == {}
+    assert store.work.open(study_id) == 0
+    if kind == "finals":
+        failed = store.jobs.get(job.id)
+        assert failed.state == "failed"
+        assert f"failed on machines {ATTEMPTS} times: died:\\0 \\ud800 \N{SNOWMAN}" in failed.items[0].error
+    else:
+        (trial,) = store.study(study_id).trials()
+        assert trial.status is TrialStatus.RUN_CRASH
+        assert trial.error == f"quarantined after it failed on machines {ATTEMPTS} times: {ODD}"
+        assert events_of(store, url, job.id)[-1].kind == "quarantined"
 
 
 def test_what_failed_comes_last(store: Store) -> None:
     started(store, configs=4)
     store.work.release(claim(store), ODD)
-    store.work.release(claim(store), "lost its GPU", fatal=True)
+    store.work.release(claim(store), "lost its GPU")
     found = store.work.claim("w1", stage="measure", keys=[CLASS], limit=9)
     assert [c.config for c in found] == [config(v) for v in (2, 3, 0, 1)]
-    assert [c.deaths for c in found] == [0, 0, 0, 1]
 
 
 def test_what_one_worker_died_with_goes_on_at_once_and_what_two_did_comes_last(store: Store) -> None:
