@@ -15,12 +15,15 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
 ifeq ($(GPU),yes)
 EXTRAS := gpu,test,dev
 CONSTRAINTS :=
+PARALLEL :=
 WORKLOADS ?= examples/h200.toml
 TRIALS ?= 32
 LOOKUP ?= --pattern 'sliding_window(1024)' --batch 2 --heads 16 --seqlen 8192 --head-dim 128 --dtype bfloat16
 else
 EXTRAS := compile,test,dev
 CONSTRAINTS := constraints-cpu.txt
+# most tests wait for processes; a GPU measures for one test at a time
+PARALLEL := -n 3 --dist loadfile
 WORKLOADS ?= examples/quick_cpu.toml
 TRIALS ?= 10
 LOOKUP ?= --pattern 'sliding_window(256)' --batch 1 --heads 8 --seqlen 2048 --head-dim 64 --dtype float32
@@ -47,7 +50,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
