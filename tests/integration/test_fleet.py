@@ -353,7 +353,7 @@ def test_a_second_sigterm_does_not_wait(fleet: Fleet) -> None:
     for name, *options in (("control", "control"), ("compile", "compile", "--arch", "fake"), ("first", "measure")):
         fleet.start(name, *options, FLASHTUNE_LEASE_S="2")
     fleet.wait_for("control", "compile", "first")
-    fleet.submit(1, trials=1, run_timeout_s=3600)
+    fleet.submit(1, trials=1, run_timeout_s=900)
     wait(lambda: (info := fleet.info("first")) is not None and "variant=0" in info.doing, fleet)
     first = fleet.workers.pop("first")
     inside = children_of(first.pid)
