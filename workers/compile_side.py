@@ -112,13 +112,24 @@ class CompileSide:
         )
         for claim in claims:
             self._heart.hold(claim.id)
-            held = _Held(claim, self._studies.get(claim.study_id))
-            if claim.deaths >= _ALONE_FROM:
-                self._suspects.append(held)
-            else:
-                self._submit(held)
+            try:
+                self._take(claim)
+            except FlashtuneError as e:  # as a family that another version of flashtune knows
+                log.warning("study %s: %s", claim.study_id, e)
+                self._heart.drop(claim.id)
+                self._release(claim, str(e))
+            except BaseException:
+                self._heart.drop(claim.id)  # or its lease would be kept for ever, and nobody would do it
+                raise
         self._heart.alive(f"compiling {len(self._running)} configs")
         return len(claims)
+
+    def _take(self, claim: Claim) -> None:
+        held = _Held(claim, self._studies.get(claim.study_id))
+        if claim.deaths >= _ALONE_FROM:
+            self._suspects.append(held)
+        else:
+            self._submit(held)
 
     def _run_suspect(self) -> int:
         # waiting, since whoever measures lets go for a moment only

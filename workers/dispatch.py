@@ -15,7 +15,7 @@ from db.jobs import KEEP_KEYS
 from db.planning import WaitingItem
 from db.store import Store
 from db.values import WorkerInfo
-from tuner.errors import InputError
+from tuner.errors import FlashtuneError, InputError, Unavailable
 from tuner.spec import StudySpec, policy_for
 from tuner.study import spec_for
 from workers.identity import arch_of
@@ -44,7 +44,12 @@ class Dispatcher:
         self._bind(alive, measuring)
         self._store.planning.account()
         for study in self._store.planning.progress():
-            self._planner.advance(study.id, measuring[study.class_key])
+            try:
+                self._planner.advance(study.id, measuring[study.class_key])
+            except Unavailable:
+                raise
+            except FlashtuneError as e:  # one study that cannot be planned here holds up no other
+                log.error("study %s: %s", study.id, e)
         self._relay()
         self._store.planning.forget(datetime.now(UTC) - KEEP_KEYS)
 

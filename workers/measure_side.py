@@ -140,6 +140,9 @@ class MeasureSide:
                 self._held.append(self._prepare(claim))
             except FlashtuneError as e:
                 self._spoiled(claim, e)
+            except BaseException:
+                self._heart.drop(claim.id)  # or its lease would be kept for ever, and nobody would do it
+                raise
         return bool(claims)
 
     def _prepare(self, claim: Claim) -> _Held:
@@ -149,6 +152,7 @@ class MeasureSide:
             ours = {claim.config.key: (claim.compiled, claim.artifacts)} if claim.compiled else {}
             configs, plan = [claim.config], None
         else:
+            study = KnownStudy.read(study.handle)  # decided under the settings of now, not of the first look
             plan = _plan(study)
             configs = finals.finalists(plan, study.settings, study.handle.incumbent())
             ours = patiently(lambda: self._store.planning.compiled(claim.study_id))
