@@ -12,12 +12,16 @@ process (``tuner.study``) and the engine of many share it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from tuner import families
 from tuner.config import Config
 from tuner.priors import Neighbour
 from tuner.spec import StudySettings, StudySpec
 from tuner.trial import Trial, TrialStatus
+
+if TYPE_CHECKING:
+    from tuner.search import Search
 
 # Successive halving over repeats: so many samples for all leaders, for the better half of them, and so on.
 # Beyond the last number the screening is as good as it gets.
@@ -32,27 +36,41 @@ class Plan:
     """
 
     def __init__(self, spec: StudySpec, settings: StudySettings, priors: Sequence[Neighbour] = ()) -> None:
-        from tuner.search import Search  # Optuna takes 0.3 s to import, and most commands plan nothing
-
-        members = [families.load(name.partition("/")[0]) for name in spec.families]
-        self.stocks = [f.stock(spec.workload) for f in members]
+        self._spec, self._settings, self._priors = spec, settings, priors
+        self._members = [families.load(name.partition("/")[0]) for name in spec.families]
+        self.stocks = [f.stock(spec.workload) for f in self._members]
         self.default = self.stocks[0]
         self.trials: dict[str, Trial] = {}
-        self._taken: set[str] = set()  # keys asked or reserved
-        self._searches = [
-            Search(
-                f,
-                spec.workload,
-                spec.target,
-                budget=settings.max_trials,
-                seed=settings.seed,
-                priors=priors,
-                margin=settings.margin,
-                confidence=settings.confidence,
-            )
-            for f in members
-            if f.space(spec.workload)
-        ]
+        self._taken: dict[str, Config] = {}  # asked or reserved
+        self._made: list[Search] | None = None
+
+    @property
+    def _searches(self) -> list[Search]:
+        """The families' searches, made when something is first asked: a large space takes half a second."""
+        if self._made is None:
+            from tuner.search import Search  # Optuna takes 0.3 s to import, and most commands plan nothing
+
+            spec, s = self._spec, self._settings
+            self._made = [
+                Search(
+                    f,
+                    spec.workload,
+                    spec.target,
+                    budget=s.max_trials,
+                    seed=s.seed,
+                    priors=self._priors,
+                    margin=s.margin,
+                    confidence=s.confidence,
+                )
+                for f in self._members
+                if f.space(spec.workload)
+            ]
+            for search in self._made:
+                for trial in self.trials.values():
+                    search.tell(trial)
+                for config in self._taken.values():
+                    search.reserve(config)
+        return self._made
 
     @property
     def left(self) -> int:
@@ -67,7 +85,7 @@ class Plan:
         """
         out = outstanding or {}
         configs = [c for s in self._searches for c in s.ask(max(0, ahead - out.get(s.family.name, 0)))]
-        self._taken |= {c.key for c in configs}
+        self._taken |= {c.key: c for c in configs}
         return configs
 
     def reserve(self, config: Config) -> None:
@@ -77,14 +95,14 @@ class Plan:
         """
         if self.known(config.key):
             return
-        self._taken.add(config.key)
-        for search in self._searches:
+        self._taken[config.key] = config
+        for search in self._made or ():
             search.reserve(config)
 
     def tell(self, trial: Trial) -> None:
         """Take a trial in; a second one of the same config replaces the first."""
         self.trials[trial.config.key] = trial
-        for search in self._searches:
+        for search in self._made or ():
             search.tell(trial)
 
     def known(self, key: str) -> bool:

@@ -60,10 +60,11 @@ def forget_plans(settings: Settings, study_id: str, families: str | None = None)
             raw.execute("UPDATE studies SET families = ? WHERE id = ?", (families, study_id))
 
 
+Half = type[CompileSide] | type[MeasureSide]
+
+
 @contextmanager
-def half(
-    kind: type[CompileSide] | type[MeasureSide], settings: Settings, store: Store
-) -> Iterator[tuple[object, Heart]]:
+def half(kind: Half, settings: Settings, store: Store) -> Iterator[tuple[CompileSide | MeasureSide, Heart]]:
     heart = Heart(store, INFO, settings.lease_s)
     made = kind(settings, store, INFO, heart, open_artifacts(settings, store), lambda queue: None, threading.Lock())
     try:
