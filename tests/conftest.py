@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-_FOR_TESTS = ("FLASHTUNE_REQUIRE_SERVICES", "FLASHTUNE_TEST_POSTGRES")
+_FOR_TESTS = ("FLASHTUNE_REQUIRE_SERVICES", "FLASHTUNE_TEST_")
 REQUIRE_SERVICES = os.environ.get("FLASHTUNE_REQUIRE_SERVICES") == "1"
 
 
@@ -15,7 +15,7 @@ REQUIRE_SERVICES = os.environ.get("FLASHTUNE_REQUIRE_SERVICES") == "1"
 def own_home() -> Iterator[None]:
     """Point flashtune at an empty folder, so that no test reads or writes a person's own database."""
     with tempfile.TemporaryDirectory(prefix="flashtune-test-") as home, pytest.MonkeyPatch.context() as patch:
-        for name in [n for n in os.environ if n.startswith("FLASHTUNE_") and n not in _FOR_TESTS]:
+        for name in [n for n in os.environ if n.startswith("FLASHTUNE_") and not n.startswith(_FOR_TESTS)]:
             patch.delenv(name)
         patch.setenv("FLASHTUNE_HOME", home)
         yield

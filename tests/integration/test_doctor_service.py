@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -21,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import URL, create_engine, make_url, text
+from sqlalchemy import URL, create_engine, text
 
 from api import checks, checks_fleet, checks_service
 from api.checks import Check, Level
 from api.http.server import Server
 from db.store import Store
 from db.values import WorkerInfo
+from tests.integration.services import empty_schema, rabbitmqctl, virtual_host
 from tuner.errors import InputError, Unavailable
 from tuner.job import JobRequest
 from tuner.target import Target, Toolchain, named
@@ -37,7 +37,6 @@ from workers.identity import class_key, compile_key, identify
 from workers.settings import Settings
 
 FLASHTUNE = Path(sys.executable).with_name("flashtune")
-POSTGRES = os.environ.get("FLASHTUNE_TEST_POSTGRES", "postgresql+psycopg://127.0.0.1:5432/test")
 RABBITMQ = os.environ.get("FLASHTUNE_TEST_RABBITMQ", "127.0.0.1:5672")
 REDIS = os.environ.get("FLASHTUNE_TEST_REDIS", "redis://127.0.0.1:6379/13")
 PASSWORD = "hunter2-of-nobody"
@@ -64,39 +63,14 @@ def doctor(home: Path, *options: str, **env: str) -> tuple[int, dict[str, dict[s
 
 @pytest.fixture
 def schema() -> Iterator[URL]:
-    """An empty schema of its own on PostgreSQL."""
-    base = make_url(POSTGRES)
-    admin = create_engine(base, isolation_level="AUTOCOMMIT")
-    name = f"doctor_{uuid.uuid4().hex[:12]}"
-    try:
-        with admin.connect() as connection:
-            connection.execute(text(f"CREATE SCHEMA {name}"))
-    except Exception as e:
-        pytest.skip(f"no PostgreSQL at {base.render_as_string()}: {e}")
-    yield base.update_query_dict({"options": f"-csearch_path={name},pg_catalog"})
-    with admin.connect() as connection:
-        connection.execute(text(f"DROP SCHEMA {name} CASCADE"))
-    admin.dispose()
+    with empty_schema() as url:
+        yield url
 
 
 @pytest.fixture
 def rabbit() -> Iterator[str]:
-    """The name of a user and of a virtual host of its own."""
-    name = f"doctor-{uuid.uuid4().hex[:12]}"
-    try:
-        rabbitmqctl("add_vhost", name)
-        rabbitmqctl("add_user", name, PASSWORD)
-        rabbitmqctl("set_permissions", "-p", name, name, ".*", ".*", ".*")
-    except (OSError, subprocess.CalledProcessError) as e:
-        pytest.skip(f"no RabbitMQ that rabbitmqctl may change: {e}")
-    yield name
-    rabbitmqctl("delete_vhost", name)
-    rabbitmqctl("delete_user", name)
-
-
-def rabbitmqctl(*arguments: str) -> str:
-    done = subprocess.run(["rabbitmqctl", "--quiet", *arguments], check=True, capture_output=True, text=True)
-    return done.stdout
+    with virtual_host(PASSWORD) as name:
+        yield name
 
 
 @pytest.fixture

@@ -20,23 +20,22 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kombu import Connection, Exchange
-from sqlalchemy import URL, create_engine, make_url, text
+from sqlalchemy import URL, create_engine, text
 
 from db.store import Store
 from db.values import Job, WorkerInfo
+from tests.integration.services import empty_schema, virtual_host
 from tuner.job import JobRequest
 from workers.celery_app import bell_queue
 
 pytestmark = [pytest.mark.service, pytest.mark.slow, pytest.mark.timeout(240)]
 
-POSTGRES = os.environ.get("FLASHTUNE_TEST_POSTGRES", "postgresql+psycopg://127.0.0.1:5432/test")
 RABBITMQ = os.environ.get("FLASHTUNE_TEST_RABBITMQ", "127.0.0.1:5672")
 REDIS = os.environ.get("FLASHTUNE_TEST_REDIS", "redis://127.0.0.1:6379/13")
 PASSWORD = "hunter2-of-the-broker"
@@ -154,10 +153,6 @@ def maps_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
-def rabbitmqctl(*arguments: str) -> None:
-    subprocess.run(["rabbitmqctl", "--quiet", *arguments], check=True, capture_output=True)
-
-
 class Line:
     """A TCP line to a server that can be cut and mended."""
 
@@ -205,36 +200,17 @@ class Line:
 @pytest.fixture
 def database() -> Iterator[URL]:
     """An empty schema of its own."""
-    base = make_url(POSTGRES)
-    admin = create_engine(base, isolation_level="AUTOCOMMIT")
-    name = f"fleet_{uuid.uuid4().hex[:12]}"
-    try:
-        with admin.connect() as connection:
-            connection.execute(text(f"CREATE SCHEMA {name}"))
-    except Exception as e:
-        pytest.skip(f"no PostgreSQL at {base.render_as_string()}: {e}")
-    url = base.update_query_dict({"options": f"-csearch_path={name}"})
-    if base.password is None:  # the server trusts: any password will do, and none may be seen
-        url = url.set(username=base.username or getpass.getuser(), password=DATABASE_PASSWORD)
-    yield url
-    with admin.connect() as connection:
-        connection.execute(text(f"DROP SCHEMA {name} CASCADE"))
-    admin.dispose()
+    with empty_schema() as url:
+        if url.password is None:  # the server trusts: any password will do, and none may be seen
+            url = url.set(username=url.username or getpass.getuser(), password=DATABASE_PASSWORD)
+        yield url
 
 
 @pytest.fixture
 def rabbit() -> Iterator[str]:
     """A user with a virtual host of the same name; the fixture is that name."""
-    name = f"fleet-{uuid.uuid4().hex[:12]}"
-    try:
-        rabbitmqctl("add_vhost", name)
-        rabbitmqctl("add_user", name, PASSWORD)
-        rabbitmqctl("set_permissions", "-p", name, name, ".*", ".*", ".*")
-    except (OSError, subprocess.CalledProcessError) as e:
-        pytest.skip(f"no RabbitMQ that rabbitmqctl may change: {e}")
-    yield name
-    rabbitmqctl("delete_vhost", name)
-    rabbitmqctl("delete_user", name)
+    with virtual_host(PASSWORD) as name:
+        yield name
 
 
 def broker(name: str, place: str = RABBITMQ) -> str:

@@ -30,16 +30,12 @@ _BASE_SPIN_US = 2.0  # everyone spins this much, so that all launch the same ker
 _VARIANTS = 12
 
 
-class Decoy:
-    """FA4's stock forward, times a planted factor."""
+class _Variants:
+    """What the instruments have in common: variants that differ in name alone."""
 
-    name = "decoy"
+    name: str
     version = 1
-    compile_in = "cpu"
     lab = "tuner.lab_torch:TorchLab"
-
-    def refuses(self, workload: Workload, target: Target) -> str:
-        return FA4.refuses(workload, target)
 
     def stock(self, workload: Workload) -> Config:
         return Config.make(self.name, self.version)
@@ -55,6 +51,16 @@ class Decoy:
 
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
         return {}
+
+
+class Decoy(_Variants):
+    """FA4's stock forward, times a planted factor."""
+
+    name = "decoy"
+    compile_in = "cpu"
+
+    def refuses(self, workload: Workload, target: Target) -> str:
+        return FA4.refuses(workload, target)
 
     def compile(self, config: Config, workload: Workload, room: Room) -> Built:
         return FA4.compile(FA4.stock(workload), workload, room)
@@ -79,31 +85,14 @@ class Decoy:
         return run
 
 
-class DecoyBackward:
+class DecoyBackward(_Variants):
     """SDPA's backward on a CPU, times a planted defect."""
 
     name = "decoy_bwd"
-    version = 1
     compile_in = "nowhere"
-    lab = "tuner.lab_torch:TorchLab"
 
     def refuses(self, workload: Workload, target: Target) -> str:
         return f"computes bwd, not {workload.op}" if workload.op != "bwd" else SDPA.refuses(workload, target)
-
-    def stock(self, workload: Workload) -> Config:
-        return Config.make(self.name, self.version)
-
-    def space(self, workload: Workload) -> Space:
-        return {"variant": tuple(range(_VARIANTS))}
-
-    def first(self, workload: Workload) -> tuple[Config, ...]:
-        return ()
-
-    def feasible(self, config: Config, workload: Workload, target: Target) -> str:
-        return ""
-
-    def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
-        return {}
 
     def compile(self, config: Config, workload: Workload, room: Room) -> Built:
         return Built()

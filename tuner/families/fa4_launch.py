@@ -7,8 +7,8 @@ makes the arguments, and a cache (``fa4_cache``) that tells when it compiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +61,13 @@ def compile_fwd(config: Config, workload: Workload, room: Room) -> Built:
 def build_fwd(config: Config, workload: Workload, room: Room) -> Kernel:
     """Return the kernel on this process's GPU, loaded from the room's cache."""
     arguments = _arguments(config, workload, _block_lists(config, workload, fake=False))
+    return kernel(config, workload, arguments, lambda: _stages(config, room, load=True))
+
+
+def kernel(
+    config: Config, workload: Workload, arguments: dict[str, Any], variant: Callable[[], AbstractContextManager[Any]]
+) -> Kernel:
+    """Return FA4's forward call with ``arguments``; a tuned config's is made inside a ``variant()`` block."""
     w = workload
     lse = torch.empty(w.batch, w.heads_q, w.seqlen_q, dtype=torch.float32, device="cuda")
 
@@ -73,7 +80,7 @@ def build_fwd(config: Config, workload: Workload, room: Room) -> Kernel:
         return run  # the very call of a user who tunes nothing
 
     def run_tuned(inputs: Any) -> torch.Tensor:
-        with _stages(config, room, load=True):
+        with variant():
             return run(inputs)
 
     return run_tuned

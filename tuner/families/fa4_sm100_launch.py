@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 
 import cutlass
-import torch
 from flash_attn.cute import interface, tile_scheduler, utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -146,22 +145,7 @@ def built(caches: list[fa4_cache.Cache], smem: int | None = None, columns: int |
 def build_fwd(config: Config, workload: Workload, room: Room) -> Kernel:
     """Return the kernel on this process's GPU, loaded from the room's cache."""
     arguments = _forward_arguments(config, workload, fake=False)
-    w = workload
-    lse = torch.empty(w.batch, w.heads_q, w.seqlen_q, dtype=torch.float32, device="cuda")
-
-    def run(inputs: Any) -> torch.Tensor:
-        interface._flash_attn_fwd(inputs.q, inputs.k, inputs.v, out=inputs.out, lse=lse, **arguments)
-        out: torch.Tensor = inputs.out
-        return out
-
-    if config.is_stock:
-        return run  # the very call of a user who tunes nothing
-
-    def run_tuned(inputs: Any) -> torch.Tensor:
-        with _forward(config, room, load=True):
-            return run(inputs)
-
-    return run_tuned
+    return fa4_launch.kernel(config, workload, arguments, lambda: _forward(config, room, load=True))
 
 
 def _forward_arguments(config: Config, workload: Workload, *, fake: bool) -> dict[str, Any]:
