@@ -137,6 +137,11 @@ class Jobs:
                 job_id = self._find(session, ref).id
         return events.read(self._database, job_id, after, limit)
 
+    def state(self, job_id: str) -> JobState:
+        """Return where the job with this id stands. Raises NotFound."""
+        with self._database.read() as session:
+            return JobState(self._find(session, job_id).state)
+
     def counts(self) -> dict[str, int]:
         """Count the jobs by state."""
         with self._database.read() as session:
@@ -169,6 +174,7 @@ class Jobs:
                 workload=named.workload.to_dict(),
                 state=str(JobState.QUEUED),
                 error="",
+                known=False,
                 updated_at=now,
             )
             for i, named in enumerate(request.workloads)

@@ -33,6 +33,7 @@ from sqlalchemy.types import TypeDecorator
 
 RUNNING = "running"
 DONE = "done"
+FINALS = "finals"  # the kind of the work that ends a study
 FAILED = "failed"  # given up; a later job begins it again
 
 
@@ -186,6 +187,7 @@ class JobItemModel(Base):
     state: Mapped[str] = mapped_column(String(16))
     study_id: Mapped[str | None] = mapped_column(ForeignKey("studies.id"), index=True)
     error: Mapped[str] = mapped_column(PlainText)
+    known: Mapped[bool] = mapped_column(Boolean)  # answered from the database: it took no device's time
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 

@@ -15,7 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from db import events, settling
-from db.models import DONE, RUNNING, IdempotencyModel, JobItemModel, JobModel, StudyModel, WorkModel
+from db.models import DONE, FINALS, RUNNING, IdempotencyModel, JobItemModel, JobModel, StudyModel, WorkModel
 from db.session import Database
 from db.study import StudyHandle, begin
 from db.values import JobState, StudyProgress
@@ -25,8 +25,6 @@ from tuner.compile import Compiled
 from tuner.config import Config
 from tuner.spec import StudySettings, StudySpec
 from tuner.workload import Workload
-
-FINALS = "finals"
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,6 @@ class WaitingItem:
     arch: str
     policy: str
     families: tuple[str, ...]
-    settings: StudySettings
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,6 @@ class Planning:
                     arch=request["arch"],
                     policy=request["policy"],
                     families=tuple(request["families"]),
-                    settings=value(lambda v: StudySettings(**v), request["settings"]),
                 )
                 for row, request in session.execute(query)
             ]
@@ -125,7 +121,7 @@ class Planning:
             study.priority = max(job.priority, study.priority) if was_wanted else job.priority
             study.class_key, study.compile_key, study.wanted = class_key, compile_key, True
             item.state = str(JobState.RUNNING)
-            if job.state == JobState.QUEUED:
+            if not session.scalar(_joined(item)):
                 job.base_s = _others(session, study)
             # what the study was given before is none of this job's; an earlier item of the job has it counted
             if not session.scalar(_twins(item)):
@@ -251,10 +247,16 @@ _BUSY = select(func.coalesce(func.sum(WorkModel.busy_s), 0.0))
 _SET_SERVED = update(StudyModel).where(StudyModel.id == bindparam("of")).values(served_s=bindparam("served"))
 
 
+def _joined(item: JobItemModel) -> Select[int]:
+    """Count the other items of a job that devices work for, or have worked for."""
+    measured = JobItemModel.study_id.is_not(None) & ~JobItemModel.known
+    return select(func.count()).where(JobItemModel.job_id == item.job_id, JobItemModel.id != item.id, measured)
+
+
 def _twins(item: JobItemModel) -> Select[int]:
     """Count the other items of a job that have the same study."""
     same = (JobItemModel.job_id == item.job_id) & (JobItemModel.study_id == item.study_id)
-    return select(func.count()).where(same, JobItemModel.id != item.id)
+    return select(func.count()).where(same, JobItemModel.id != item.id, ~JobItemModel.known)
 
 
 def _others(session: Session, study: StudyModel) -> float:
@@ -268,7 +270,7 @@ def _others(session: Session, study: StudyModel) -> float:
 
 def _served(session: Session, job_ids: Sequence[str]) -> dict[str, float]:
     """Return jobs' virtual time: when they joined, and the device time that their studies were given since."""
-    asked = JobItemModel.job_id.in_(job_ids)
+    asked = JobItemModel.job_id.in_(job_ids) & ~JobItemModel.known
     of_job = select(JobItemModel.job_id, JobItemModel.study_id).where(asked).distinct().subquery()
     busy = (
         select(of_job.c.job_id, func.sum(WorkModel.busy_s))

@@ -42,7 +42,7 @@ def end_item(
     """End one item, and its job if it was the last. ``known``: the answer was there before the job."""
     now = datetime.now(UTC)
     item.state = str(JobState.FAILED if tuned is None else JobState.DONE)
-    item.error, item.updated_at = error, now
+    item.error, item.updated_at, item.known = error, now, known
     data: dict[str, Any] = {"name": item.name, "study": item.study_id}
     if tuned is None:
         events.add(session, item.job_id, "item_failed", {**data, "error": error})

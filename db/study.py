@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, func, select, update
+from sqlalchemy import Connection, bindparam, delete, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from db.models import DONE, RUNNING, StudyModel, TrialModel, TunedConfigModel
+from db.models import DONE, FAILED, FINALS, RUNNING, StudyModel, TrialModel, TunedConfigModel, WorkModel
 from db.session import Database
 from tuner.config import Config
 from tuner.spec import StudySettings, StudySpec
@@ -210,7 +210,10 @@ def begin(session: Session, spec: StudySpec, settings: StudySettings, *, force: 
     if row is None or (force and row.state == DONE):
         row = _new_study(spec, settings, key_hash, run=row.run + 1 if row else 1)
         session.add(row)
-    elif row.state == RUNNING:
+    elif row.state in (RUNNING, FAILED):
+        if row.state == FAILED or settings.asks_more_than(row.settings):  # its finals would come too early
+            session.execute(delete(WorkModel).where(WorkModel.study_id == row.id, WorkModel.kind == FINALS))
+        row.state, row.finished_at = RUNNING, None
         row.settings = settings.to_share_with(row.settings) if row.wanted else settings.to_dict()
         row.updated_at = datetime.now(UTC)
     return row

@@ -45,6 +45,7 @@ class Guess:
         seed: int = 0,
     ) -> None:
         self._stock_key = Config.make(family.name, family.version).key
+        self._heard: dict[str, float] = {}  # log ratios to the default, of all families' configs
         self._stock = self._best = 0.0  # log ratios to the default: of the stock config, and the best of all families
         self._ratios: dict[int, float | None] = {}
         near = nearest(workload, target, priors)
@@ -84,7 +85,8 @@ class Guess:
     def hear(self, trial: Trial) -> None:
         """Take a trial of any family in."""
         log = log_ratio(trial)
-        self._best = max(self._best, log or 0.0)
+        self._heard[trial.config.key] = log or 0.0
+        self._best = max(0.0, *self._heard.values())  # a lucky first measurement may be taken back
         if trial.config.key == self._stock_key and log is not None:
             self._stock = log
             for point, known in self._ratios.items():
@@ -124,5 +126,6 @@ def _some(points: Sequence[Config], wanted: Sequence[Config], seed: int) -> Sequ
         return points
     by_key = {c.key: c for c in points}
     chosen = {c.key: c for c in wanted if c.key in by_key}
-    others = random.Random(seed).sample([c for c in points if c.key not in chosen], MAX_POINTS)
+    rest = [c for c in points if c.key not in chosen]
+    others = random.Random(seed).sample(rest, min(len(rest), MAX_POINTS))
     return [*chosen.values(), *others][:MAX_POINTS]

@@ -197,8 +197,8 @@ class MeasureSide:
             if self._default_failures[claim.study_id] >= _DEFAULT_TRIES:
                 error = str(e)
                 patiently(lambda: self._store.planning.fail_study(claim.study_id, error))
-            else:
-                self._spoiled(claim, e)
+                del self._default_failures[claim.study_id]  # a later job may begin it again
+            self._spoiled(claim, e)
         except FlashtuneError as e:
             self._spoiled(claim, e)
         finally:

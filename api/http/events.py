@@ -109,6 +109,11 @@ class _Follower:
         job = await anyio.to_thread.run_sync(get, self._job_id, limiter=self.parts.followers)
         return await self.read(), job.state.ended
 
+    async def over(self) -> bool:
+        """Tell whether the job has ended."""
+        state = self.parts.store.jobs.state
+        return (await anyio.to_thread.run_sync(state, self._job_id, limiter=self.parts.followers)).ended
+
     async def stream(self, found: list[JobEvent]) -> AsyncIterator[bytes]:
         """Yield events until the job ends, the client goes, or its key is revoked."""
         streams = self.parts.streams
@@ -124,13 +129,17 @@ class _Follower:
                         return
                 if len(found) < _PAGE:
                     await anyio.sleep(POLL_S)
-                if time.monotonic() - said >= HEARTBEAT_S:
-                    yield b": alive\n\n"
-                    said = time.monotonic()
                 try:
+                    silent = time.monotonic() - said >= HEARTBEAT_S
+                    over = silent and await self.over()
+                    if silent:
+                        yield b": alive\n\n"
+                        said = time.monotonic()
                     if await self._request.is_disconnected() or not await self._still_valid():
                         return
                     found = await self.read()
+                    if over and not found:  # nothing is to come behind this cursor
+                        return
                 except Unavailable:  # the client need not know: it waits, and the database comes back
                     found = []
                 except FlashtuneError:

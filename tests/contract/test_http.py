@@ -294,6 +294,19 @@ def test_a_stream_outlives_a_lost_database_and_says_that_it_is_alive(
         assert [kind for _, kind, _ in sse(lines)] == ["cancelled"]
 
 
+def test_a_stream_that_begins_behind_the_last_event_ends(
+    server: Server, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "POLL_S", 0.01)
+    monkeypatch.setattr(events, "HEARTBEAT_S", 0.05)
+    job, _ = store.jobs.submit(JobRequest.from_dict(JOB))
+    with httpx.stream("GET", f"{server.url}/v1/jobs/{job.id}/events?after=9-999999", timeout=30) as response:
+        lines = response.iter_lines()
+        assert next(line for line in lines if line == ": alive")
+        store.jobs.cancel(job.id)
+        assert [kind for _, kind, _ in sse(lines)] == []
+
+
 def test_a_stream_ends_when_its_client_goes_and_there_are_only_so_many(
     server: Server, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,9 +8,9 @@ from datetime import UTC, datetime, timedelta
 from threading import Barrier, Event
 
 import pytest
-from sqlalchemy import insert, text, update
+from sqlalchemy import insert, select, text, update
 
-from db.models import EventModel, JobModel
+from db.models import EventModel, JobModel, StudyModel
 from db.planning import NewWork
 from db.store import Store
 from db.values import JobEvent
@@ -34,7 +34,7 @@ from tests.contract.service import (
 )
 from tests.contract.test_backup import rows
 from tests.contract.test_store import raw_connection, store, url  # noqa: F401
-from tuner.errors import Conflict, InputError, NotFound
+from tuner.errors import Conflict, InputError, NotFound, StaleClaim
 from tuner.job import JobRequest
 from tuner.spec import StudySettings
 
@@ -322,6 +322,53 @@ def test_a_larger_budget_reopens_a_study_and_a_smaller_one_does_not(store: Store
     finish(store, study_id, variant=2)
     assert store.jobs.get(larger.id).items[0].tuned == tuned(2)
     assert store.study(study_id).tuned() == tuned(2)
+
+
+def test_a_larger_budget_that_joins_before_the_finals_are_over_is_searched(store: Store) -> None:
+    _, (study_id,) = started(store, 1, settings={"max_trials": 4})
+    for _ in range(4):
+        found = claim(store)
+        store.work.commit_trial(found, good(found.config), 1.0)
+    plan(store, study_id, [], finals=True)
+    held = claim(store)
+    larger, _ = store.jobs.submit(request(1, settings={"max_trials": 20}))
+    assert bind(store, larger) == [study_id]
+    assert not store.planning.planned(study_id).finals
+    with pytest.raises(StaleClaim):
+        store.work.commit_finals(held, tuned(), {})
+    assert (store.jobs.get(larger.id).state, store.study(study_id).settings["max_trials"]) == ("running", 20)
+
+
+def served(url: str) -> dict[str, float]:
+    with raw_connection(url) as raw:
+        return {row.id: row.served_s for row in raw.execute(select(StudyModel.id, StudyModel.served_s))}
+
+
+@pytest.mark.parametrize("fresh_first", [True, False])
+def test_what_was_known_before_is_no_time_that_a_job_was_given(store: Store, url: str, fresh_first: bool) -> None:
+    _, (known,) = started(store, 1)
+    for _ in range(4):
+        found = claim(store)
+        store.work.commit_trial(found, good(found.config), 250.0)
+    finish(store, known)
+    _, (other,) = started(store, 7)
+    for _ in range(2):
+        found = claim(store)
+        store.work.commit_trial(found, good(found.config), 250.0)
+    store.planning.account()
+    job, _ = store.jobs.submit(request(*((8, 1) if fresh_first else (1, 8))))
+    (fresh,) = [s for s in bind(store, job) if s != known]
+    store.planning.account()
+    assert served(url)[fresh] == served(url)[other] == 500.0
+
+
+def test_a_failed_study_that_is_begun_without_a_job_runs_under_the_new_settings(store: Store) -> None:
+    job, (study_id,) = started(store, 1, settings={"max_trials": 8})
+    store.planning.fail_study(study_id, "no kernel is right")
+    workload = store.jobs.get(job.id).items[0].workload
+    again = store.begin_study(spec(workload), StudySettings(max_trials=300))
+    assert (again.id, again.settings["max_trials"]) == (study_id, 300)
+    assert [s.state for s in store.studies()] == ["running"]
 
 
 def test_a_failed_study_fails_its_items_and_begins_again_for_the_next_job(store: Store, url: str) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def settings(tmp_path: Path) -> Settings:
 @pytest.fixture
 def store(settings: Settings) -> Iterator[Store]:
     with Store.open(settings.database_url) as opened:
-        opened.fleet.register(INFO)
+        opened.fleet.register(replace(INFO, heartbeat_at=datetime.now(UTC)))  # INFO may be older than a silence
         yield opened
 
 

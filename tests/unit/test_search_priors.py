@@ -146,6 +146,23 @@ def test_of_a_very_large_space_it_knows_what_neighbours_tried(monkeypatch: pytes
     assert search([near], budget=60).ask(60) == [first, *rest]
 
 
+@pytest.mark.parametrize("room", [170, 190, 191])
+def test_a_space_a_little_larger_than_what_it_models_is_sampled(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    monkeypatch.setattr("tuner.guess.MAX_POINTS", room)  # of 192 points, 25 of which neighbours tried
+    proposed = search([neighbour((7, 3), tried=25)], budget=60).ask(60)
+    assert len({c.key for c in proposed}) == 60
+
+
+def test_a_lucky_first_measurement_that_is_taken_back_does_not_stop_the_search() -> None:
+    lucky, plain = search(budget=60, margin=0.02), search(budget=60, margin=0.02)
+    for searching in (lucky, plain):
+        for c in searching.ask(6):
+            if searching is lucky:
+                searching.tell(trial(c, 3.0))
+            searching.tell(trial(c, 0.0))
+    assert lucky._guess._best == plain._guess._best == 0.0
+
+
 def test_priors_of_another_family_or_tunables_say_nothing() -> None:
     near = neighbour((7, 3))
     odd = Neighbour(

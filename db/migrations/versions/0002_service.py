@@ -79,6 +79,7 @@ def _create_jobs() -> None:
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("study_id", sa.String(12)),
         sa.Column("error", sa.Text, nullable=False),
+        sa.Column("known", sa.Boolean, nullable=False),
         sa.Column("updated_at", _UTC, nullable=False),
         sa.PrimaryKeyConstraint("id", name="pk_job_items"),
         sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name="fk_job_items_job_id"),
