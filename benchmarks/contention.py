@@ -102,10 +102,11 @@ def dispatch(store: Store, book: Book) -> None:
         spec = StudySpec(item.workload, named("fake"), Toolchain(), "graph", ("fake/1",))
         book.timed("bind", lambda: store.planning.bind(item.id, spec, CLASS, ""))  # noqa: B023
     for study in book.timed("progress", store.planning.progress) or ():
-        if study.open_work == 0:
-            first = study.planned == 0
+        if store.work.open(study.id) == 0:
+            planned = store.planning.planned(study.id)
+            first = planned.guard == 0
             work = [NewWork(Config.make("fake", 1, variant=n), "measure", 0) for n in range(CONFIGS if first else 0)]
-            book.timed("plan", lambda: store.planning.plan(study.id, study.planned, work, finals=not first))  # noqa: B023
+            book.timed("plan", lambda: store.planning.plan(study.id, planned.guard, work, finals=not first))  # noqa: B023
     book.timed("account", store.planning.account)
     book.timed("reap", store.work.reap)
 

@@ -81,12 +81,16 @@ class Keys:
     def revoke(self, ref: str) -> ApiKey:
         """Revoke the key with this id, name or beginning of an id; a revoked one stays so.
 
+        Of several, the one that is not revoked yet is meant: keys of one name follow each other.
+
         Raises:
             NotFound: if there is none, or more than one.
         """
         with self._database.write() as session:
             match = (ApiKeyModel.id.startswith(ref, autoescape=True)) | (ApiKeyModel.name == ref)
             rows = session.scalars(select(ApiKeyModel).where(match)).all() if ref.isprintable() and ref else []
+            if len(rows) > 1:
+                rows = [row for row in rows if row.revoked_at is None]
             if len(rows) != 1:
                 raise NotFound(f"{len(rows) or 'no'} API keys are {ref!r}; see `flashtune keys list`")
             rows[0].revoked_at = rows[0].revoked_at or datetime.now(UTC)

@@ -142,18 +142,14 @@ class Planning:
     def progress(self) -> list[StudyProgress]:
         """Return the studies that jobs wait for, those whose turn it is first."""
         of_study = WorkModel.study_id == StudyModel.id
-        open_work = select(func.count()).where(of_study, WorkModel.state.in_(("ready", "leased"))).scalar_subquery()
         finals = select(func.count()).where(of_study, WorkModel.kind == FINALS).scalar_subquery()
         query = (
-            select(StudyModel, open_work, finals)
+            select(StudyModel.id, StudyModel.class_key, finals)
             .where(StudyModel.wanted, StudyModel.state == RUNNING)
             .order_by(StudyModel.priority.desc(), StudyModel.served_s, StudyModel.created_at)
         )
         with self._database.read() as session:
-            return [
-                StudyProgress(row.id, row.class_key, row.compile_key, row.target["arch"], n, row.planned, bool(f))
-                for row, n, f in session.execute(query)
-            ]
+            return [StudyProgress(study, key, bool(n)) for study, key, n in session.execute(query)]
 
     def planned(self, study_id: str) -> Planned:
         """Return what was planned for a study so far."""

@@ -54,7 +54,7 @@ def end_item(
 def settle_job(session: Session, job_id: str) -> None:
     """Bring a job's state into line with its items'."""
     session.flush()
-    job = session.get(JobModel, job_id, with_for_update={"key_share": True})  # events refer to it
+    job = session.get(JobModel, job_id, with_for_update={"key_share": True})  # its items refer to it
     if job is None or JobState(job.state).ended:
         return
     states = Counter(session.scalars(select(JobItemModel.state).where(JobItemModel.job_id == job_id)))

@@ -236,10 +236,6 @@ class StudyProgress:
 
     id: str
     class_key: str
-    compile_key: str
-    arch: str
-    open_work: int  # ready or leased
-    planned: int  # times that work was planned: the guard against two dispatchers planning at once
     finals: bool  # the finals are planned
 
 

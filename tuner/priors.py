@@ -5,7 +5,8 @@ further than ``tuner.lookup``, which must answer with one config and so keeps wi
 and one pattern: here a remote neighbour only counts for less.
 
     >>> w = Workload(batch=2, heads_q=16, heads_kv=16, seqlen_q=8192, seqlen_k=8192, head_dim=128)
-    >>> round(likeness(w, H200, w.with_(seqlen_q=4096, seqlen_k=4096), H200), 3)  # two doublings
+    >>> h200 = named("sm_90a")
+    >>> round(likeness(w, h200, w.with_(seqlen_q=4096, seqlen_k=4096), h200), 3)  # two doublings
     0.905
 """
 
@@ -17,11 +18,9 @@ from dataclasses import dataclass
 
 from tuner.lookup import distance
 from tuner.pattern import Pattern
-from tuner.target import Target, named
+from tuner.target import Target
 from tuner.trial import Trial, TrialStatus
 from tuner.workload import Workload
-
-H200 = named("sm_90a")
 
 # What each difference costs: likeness is exp(-sum). Ordered by what moves the ranking of tiles most: the
 # head dim decides what fits, the pattern which tiles are skipped, sizes only how many waves there are.

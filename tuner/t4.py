@@ -85,6 +85,8 @@ def loads(text: str, name: str) -> Cell:
     if not str(document.get("schema_version", "")).startswith("1."):
         raise InputError(f"schema_version is {document.get('schema_version')!r}; this reads {SCHEMA_VERSION}")
     metadata = document.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise InputError(f"metadata is {metadata!r:.60}; it must be an object")
     scale = _scale(metadata)
     about = metadata.get("flashtune")
     try:
@@ -157,6 +159,6 @@ def _scale(metadata: Mapping[str, Any]) -> float:
     """Return how many microseconds the file's unit of time has; milliseconds where it names none."""
     units = {"seconds": 1e6, "milliseconds": 1e3, "microseconds": 1.0, "nanoseconds": 1e-3}
     unit = metadata.get("timeunit", "milliseconds")
-    if unit not in units:
-        raise InputError(f"metadata.timeunit is {unit!r}; it must be one of {', '.join(units)}")
+    if not isinstance(unit, str) or unit not in units:
+        raise InputError(f"metadata.timeunit is {unit!r:.60}; it must be one of {', '.join(units)}")
     return units[unit]

@@ -72,12 +72,13 @@ class Cell:
             )
         seen: set[str] = set()
         names = {k for k, _ in self.rows[0].config.params}
+        tunables = ", ".join(sorted(names))
         for config in (r.config for r in self.rows):
             if config.key in seen:
                 raise InputError(f"cell {self.name}: config {config.label} is there twice; keep one of them")
             if config.is_stock or {k for k, _ in config.params} != names:
                 raise InputError(
-                    f"cell {self.name}: config {config.label} has not the tunables of the others ({', '.join(names)})"
+                    f"cell {self.name}: config {config.label} has not the tunables of the others ({tunables})"
                 )
             seen.add(config.key)
 

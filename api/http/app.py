@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -25,6 +26,8 @@ from api.http.winners import Winners
 from db.store import Store
 from tuner import __version__
 from tuner.errors import FlashtuneError
+
+log = logging.getLogger("flashtune.http")
 
 REFRESH_S = 2.0
 _REFRESH_SHARE = 0.05  # of the time at most: reading a thousand answers takes 0.15 s, and slows lookups meanwhile
@@ -92,8 +95,12 @@ async def _refresh(winners: Winners) -> None:
     """Keep the winners at most some seconds old, whatever happens to the database."""
     while True:
         began = time.monotonic()
-        with contextlib.suppress(FlashtuneError):  # requests that need the database say so
+        try:
             await anyio.to_thread.run_sync(winners.load)
+        except FlashtuneError as e:  # requests that need the database say so, lookups go on with what they know
+            log.warning("winners not refreshed: %s", e)
+        except Exception:
+            log.exception("winners not refreshed")
         await asyncio.sleep(max(REFRESH_S, (time.monotonic() - began) / _REFRESH_SHARE))
 
 

@@ -24,7 +24,7 @@ async def healthz(request: Request) -> Response:
 
 @router.get("/readyz", responses={200: {"model": schemas.Health}, 503: {"model": schemas.Problem}})
 def readyz(request: Request) -> Response:
-    """Answer if the database does, by a query of every table that requests need."""
+    """Answer if the database does, by queries of keys, jobs and work."""
     refuse_query(request)
     store = parts_of(request).store
     try:

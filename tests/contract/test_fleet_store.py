@@ -126,6 +126,15 @@ def test_a_key_that_is_not_there_cannot_be_revoked(store: Store, ref: str) -> No
     assert store.keys.find(shown) is not None
 
 
+def test_a_name_that_was_rotated_means_the_key_that_lives(store: Store) -> None:
+    _, old = store.keys.create("ci", ["read"])
+    store.keys.revoke("ci")
+    _, new = store.keys.create("ci", ["read"])
+    assert store.keys.find(new) is not None
+    store.keys.revoke("ci")
+    assert store.keys.find(old) is None and store.keys.find(new) is None
+
+
 def test_an_ambiguous_name_revokes_nothing(store: Store) -> None:
     for _ in range(2):
         store.keys.create("ci", ["read"])

@@ -223,6 +223,8 @@ def changed(position: int, **changes: Any) -> dict[str, Any]:
         ({**FOREIGN, "results": []}, "results is empty"),
         ({**FOREIGN, "schema_version": "7.0.0"}, "schema_version is '7.0.0'"),
         ({**FOREIGN, "metadata": {"timeunit": "fortnights"}}, "timeunit is 'fortnights'"),
+        ({**FOREIGN, "metadata": {"timeunit": []}}, "timeunit is []"),
+        ({**FOREIGN, "metadata": [1]}, "metadata is [1]"),
         (changed(1, configuration="gone"), "results[1] lacks the field configuration"),
         (changed(2, invalidity="gone"), "results[2] lacks the field invalidity"),
         (changed(1, invalidity="tired"), "invalidity is 'tired'"),
