@@ -43,7 +43,9 @@ class Dispatcher:
         self._store.planning.settle()
         self._bind(alive, measuring)
         self._store.planning.account()
-        for study in self._store.planning.progress():
+        under_way = self._store.planning.progress()
+        self._planner.forget_all_but([s.id for s in under_way])
+        for study in under_way:
             try:
                 self._planner.advance(study.id, measuring[study.class_key])
             except Unavailable:

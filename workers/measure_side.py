@@ -84,7 +84,7 @@ class MeasureSide:
             self._target, settings.cache_dir, workers=1, script=script, visible_devices=visible
         )
         self._sandbox.start()
-        self._studies, self._planner = Studies(store), Planner(store)
+        self._studies, self._planner = Studies(store), Planner(store, keep=_OPEN_STUDIES)
         self._benches: OrderedDict[str, Bench] = OrderedDict()
         self._held: list[_Held] = []
         self._default_failures: Counter[str] = Counter()  # by study

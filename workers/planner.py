@@ -7,6 +7,7 @@ no GPU waits for the dispatcher's next look. Any number may call it: the databas
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Collection
 
 from db.planning import NewWork, Planned
 from db.store import Store
@@ -15,15 +16,15 @@ from tuner.config import Config
 from tuner.plan import Plan
 from workers.studies import KnownStudy
 
-_KEEP = 16  # plans in memory; one holds a family's feasible points and Optuna's study
+_KEEP = 16  # plans in memory; one holds a family's feasible points and Optuna's study: 1 to 3 MB
 AHEAD = 8  # configs of a study on the list for each measuring worker of its class
 
 
 class Planner:
-    """Plans studies of one database, and remembers their searches between two calls."""
+    """Plans studies of one database, and remembers the searches of ``keep`` of them between two calls."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, *, keep: int = _KEEP) -> None:
+        self._store, self._keep = store, keep
         self._plans: OrderedDict[str, tuple[int, Plan]] = OrderedDict()
 
     def advance(self, study_id: str, measuring: int = 1) -> bool:
@@ -46,6 +47,16 @@ class Planner:
             self._plans.pop(study_id, None)  # somebody else was faster, or it is over
         return done
 
+    @property
+    def remembered(self) -> tuple[str, ...]:
+        """The studies whose searches are in memory, the one planned last at the end."""
+        return tuple(self._plans)
+
+    def forget_all_but(self, study_ids: Collection[str]) -> None:
+        """Free what is remembered of other studies: they are over."""
+        for study_id in self._plans.keys() - set(study_ids):
+            del self._plans[study_id]
+
     def _out_of_time(self, study_id: str, known: KnownStudy) -> bool:
         """Tell whether a study has had its seconds: of a device, since in a fleet studies share them."""
         limit = known.settings.max_seconds
@@ -61,7 +72,7 @@ class Planner:
         for config in planned.configs:
             plan.reserve(config)
         self._plans[study_id] = known.settings.max_trials, plan
-        while len(self._plans) > _KEEP:
+        while len(self._plans) > self._keep:
             self._plans.popitem(last=False)
         return plan
 

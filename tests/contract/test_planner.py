@@ -46,3 +46,14 @@ def test_a_new_study_begins_where_a_neighbours_best_was(store: Store) -> None:  
     first = [c for c in store.planning.planned(mine.id).configs if not c.is_stock]
     assert len(first) == 8
     assert all(abs(int(c["variant"]) - 260) < 60 for c in first[:4])
+
+
+def test_a_planner_remembers_the_studies_that_go_on_and_no_more_than_it_may(store: Store) -> None:  # noqa: F811
+    job, _ = store.jobs.submit(request(1, settings={"max_trials": 2}))
+    workload = store.study(bind(store, job)[0]).workload.with_(heads_q=40, heads_kv=1)
+    ids = [store.begin_study(spec(workload.with_(batch=2 + n)), StudySettings()).id for n in range(4)]
+    planner = Planner(store, keep=3)
+    assert all(planner.advance(study_id) for study_id in ids)
+    assert list(planner.remembered) == ids[1:]
+    planner.forget_all_but([ids[0], ids[2]])
+    assert list(planner.remembered) == [ids[2]]
