@@ -174,7 +174,7 @@ class Bench:
             "outputs": {
                 name: [its.whole, its.row, self._stock[name].whole, self._stock[name].row]
                 for name, its in found.items()
-                if name != OUT
+                if len(found) > 1
             },
         }
 
