@@ -75,4 +75,6 @@ def _extra_text(value: Any) -> str:
     if "params" in value:
         config = Config.from_dict(value)
         return f"{config.family} {config.label}"
-    return ", ".join(f"{name} {item:.1f}" if isinstance(item, float) else f"{name} {item}" for name, item in value.items())
+    return ", ".join(
+        f"{name} {item:.1f}" if isinstance(item, float) else f"{name} {item}" for name, item in value.items()
+    )

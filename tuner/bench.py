@@ -100,7 +100,7 @@ class Bench:
         say({"event": "building", "finalist": None})
 
     def parts(self, say: Callable[[dict[str, Any]], None]) -> list[dict[str, float]]:
-        """Time the parts of each finalist apart, in turns; median microseconds by name, none of a kernel without parts."""
+        """Time the parts of each finalist apart, in turns; median microseconds by name, empty if it has no parts."""
         found = []
         for i, kernel in enumerate(self._kernels):
             say({"event": "measuring", "finalist": i})

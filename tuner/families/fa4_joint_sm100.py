@@ -8,13 +8,15 @@ measured yet.
 
 from __future__ import annotations
 
-from tuner.families.fa4_bwd_sm100 import FAMILY as BACKWARD
-from tuner.families.fa4_fwd_sm100 import FAMILY as FORWARD
+from tuner.families import load
 from tuner.families.joint import Direction, Joint
 
 _FORWARD_FREE = frozenset({"tile_n", "q_stage", "q_blocks", "kv_blocks"})
 _BACKWARD_FREE = frozenset({"tile_n", "dQ_reduce_ncol", "q_blocks", "kv_blocks"})
 
 FAMILY = Joint(
-    "fa4_joint_sm100", "sm_100a", Direction("fwd", FORWARD, _FORWARD_FREE), Direction("bwd", BACKWARD, _BACKWARD_FREE)
+    "fa4_joint_sm100",
+    "sm_100a",
+    Direction("fwd", load("fa4_fwd_sm100"), _FORWARD_FREE),
+    Direction("bwd", load("fa4_bwd_sm100"), _BACKWARD_FREE),
 )

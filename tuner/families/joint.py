@@ -51,9 +51,10 @@ class Direction:
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
         return self.family.extras(config, self.workload(workload))
 
-    def key_block(self, config: Config, workload: Workload) -> int:
-        """Return the keys of a block of the BlockMask; 0 if it reads none."""
-        return int(self.extras(config, workload).get("block_size", (0, 0))[1])
+    def block(self, config: Config, workload: Workload) -> tuple[int, int]:
+        """Return the (q, kv) block of the BlockMask; zeros if it reads none."""
+        q, kv = self.extras(config, workload).get("block_size", (0, 0))
+        return q, kv
 
     def first(self, workload: Workload, target: Target) -> list[Config]:
         """Return the family's first configs that are feasible; FA4's own arguments instead of lists where it can."""
@@ -110,20 +111,22 @@ class Joint:
                 space[f"{half.name}_{name}"] = more
         return space
 
-    def points(self, workload: Workload, target: Target) -> Iterator[Config]:
-        """Yield the combinations that are searched, a few thousand: those of both halves' points that share a BlockMask.
+    def points(self, workload: Workload, target: Target) -> list[Config]:
+        """Return the combinations that are searched, a few thousand: both halves' points that share a BlockMask.
 
         The whole product has millions. Left out are, in each direction, combinations of tunables that are
         not free which no first config has, and lists where FA4 has an argument for the mask.
         """
-        keys_of = [(self.backward.key_block(c, workload), c) for c in self.backward.points(workload, target)]
+        keys_of = [(self.backward.block(c, workload)[1], c) for c in self.backward.points(workload, target)]
+        found: dict[Config, None] = {}
         for mine in self.forward.points(workload, target):
-            keys = self.forward.key_block(mine, workload)
+            keys = self.forward.block(mine, workload)[1]
             for others, theirs in keys_of:
                 if 0 in (keys, others) or keys == others:  # most pairs differ in this
                     config = self.join(mine, theirs, workload)
                     if config is not None:
-                        yield config
+                        found[config] = None
+        return list(found)
 
     def first(self, workload: Workload) -> tuple[Config, ...]:
         """Return pairs of both families' first configs, each of them once, with the first that shares its BlockMask."""
@@ -158,16 +161,22 @@ class Joint:
         return self.forward.of(config, workload), self.backward.of(config, workload)
 
     def join(self, mine: Config, theirs: Config, workload: Workload) -> Config | None:
-        """Return the joint config of two, their BlockMasks' Q blocks made one; None if they cannot share a mask.
+        """Return the joint config of two, their BlockMasks' Q blocks made one; None if they cannot share a mask,
+        or are of another version of their families.
 
-        A Q block is whole tiles of both directions: the least such, which may be more than either asked for.
+        Where their Q blocks differ, it is the least of whole tiles of both directions, which may be more than
+        either asked for.
         """
+        current = all((c.family, c.version) == (half.family.name, half.family.version)
+                      for half, c in zip(self._halves, (mine, theirs), strict=True))  # fmt: skip
+        if not current:
+            return None
         if mine.is_stock or theirs.is_stock:
             return self.stock(workload) if mine.is_stock and theirs.is_stock else None
         pair = {self.forward: mine, self.backward: theirs}
-        blocks = {half: half.extras(c, workload).get("block_size") for half, c in pair.items()}
-        if all(blocks.values()):
-            tiles = {half: block[0] // int(pair[half]["q_blocks"]) for half, block in blocks.items() if block}
+        q_of = {half: half.block(c, workload)[0] for half, c in pair.items()}
+        if all(q_of.values()) and len(set(q_of.values())) > 1:
+            tiles = {half: q // int(pair[half]["q_blocks"]) for half, q in q_of.items()}
             q_block = math.lcm(*tiles.values())
             if any(q_block // tile not in _Q_BLOCKS for tile in tiles.values()):
                 return None
@@ -178,9 +187,7 @@ class Joint:
 
     def compile(self, config: Config, workload: Workload, room: Room) -> Built:
         """Compile both directions; of each figure the larger is told, of the code the sum."""
-        built = [
-            half.family.compile(half.of(config, workload), half.workload(workload), room) for half in self._halves
-        ]
+        built = [half.family.compile(half.of(config, workload), half.workload(workload), room) for half in self._halves]
         return Built(_larger(*(b.resources for b in built)), tuple(dict.fromkeys(f for b in built for f in b.files)))
 
     def build(self, config: Config, workload: Workload, room: Room) -> Kernel:
