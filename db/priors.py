@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from db.models import StudyModel, TrialModel
 from db.session import Database
 from db.study import digest, target_of
-from tuner import families
+from tuner.families import load
 from tuner.families.joint import Joint
 from tuner.priors import Neighbour, added, nearest
 from tuner.spec import StudySpec
@@ -46,20 +46,20 @@ def neighbours(database: Database, spec: StudySpec) -> list[Neighbour]:
             ids.setdefault(Neighbour(workload, database.value(target_of, row.target), ()), row.id)
         names = [name.partition("/")[0] for name in spec.families]
 
-        def with_trials(n: Neighbour, names: Sequence[str]) -> Neighbour:
-            return Neighbour(n.workload, n.target, _trials(database, session, ids[n], names))
+        def stored(n: Neighbour, *families: str) -> Neighbour:
+            return Neighbour(n.workload, n.target, _trials(database, session, ids[n], families))
 
-        halves = _halves(ids) if spec.workload.op == JOINT_OP else {}
+        pairs: list[Joint] = [f for f in map(load, names) if isinstance(f, Joint)]
+        halves = _halves(ids) if pairs else {}
         found = []
         for n in nearest(spec.workload, spec.target, [*ids, *halves]):
             if n in ids:
-                found.append(with_trials(n, names))
-            else:
-                found += [
-                    added(with_trials(halves[n][0], [pair.forward.family.name]),
-                          with_trials(halves[n][1], [pair.backward.family.name]), pair.join)
-                    for pair in map(families.load, names) if isinstance(pair, Joint)
-                ]  # fmt: skip
+                found.append(stored(n, *names))
+                continue
+            forward, backward = halves[n]
+            for f in pairs:
+                mine, theirs = stored(forward, f.forward.family.name), stored(backward, f.backward.family.name)
+                found.append(added(mine, theirs, f.join))
         return found
 
 

@@ -75,7 +75,7 @@ class BackwardInputs(Inputs):
     dk: torch.Tensor
     dv: torch.Tensor
 
-    returns = ("dq", "dk", "dv")
+    returns: ClassVar[tuple[str, ...]] = ("dq", "dk", "dv")
 
     @property
     def outputs(self) -> tuple[torch.Tensor, ...]:
@@ -85,7 +85,7 @@ class BackwardInputs(Inputs):
 class JointInputs(BackwardInputs):
     """One set of tensors of a forward and its backward, which reads the ``out`` and ``lse`` that the forward wrote."""
 
-    returns = ("out", "dq", "dk", "dv")
+    returns: ClassVar[tuple[str, ...]] = ("out", "dq", "dk", "dv")
 
     @property
     def outputs(self) -> tuple[torch.Tensor, ...]:

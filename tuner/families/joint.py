@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tuner.config import DIRECTIONS, Config
 from tuner.families.base import Built, Kernel, KernelFamily, Room, Space
@@ -80,7 +80,7 @@ class Direction:
 class Joint:
     """Two families, one for each direction, as one family that computes ``fwd+bwd``."""
 
-    compile_in = "cpu"
+    compile_in: Literal["cpu"] = "cpu"
     lab = "tuner.lab_torch:TorchLab"
 
     def __init__(self, name: str, arch: str, forward: Direction, backward: Direction) -> None:
