@@ -80,7 +80,7 @@ class Direction:
 class Joint:
     """Two families, one for each direction, as one family that computes ``fwd+bwd``."""
 
-    compile_in: Literal["cpu"] = "cpu"
+    compile_in: Literal["cpu", "device", "nowhere"] = "cpu"
     lab = "tuner.lab_torch:TorchLab"
 
     def __init__(self, name: str, arch: str, forward: Direction, backward: Direction) -> None:
