@@ -54,7 +54,7 @@ def joint() -> Joint:
 
 
 def fa4_configs(w: Workload, target: Target) -> list[Config]:
-    """Return what FA4 does by itself, and the second and last of what is tried first: other tiles in either direction."""
+    """Return what FA4 does by itself, and the second and the last of what is tried first."""
     first = [c for c in joint().first(w) if not joint().feasible(c, w, target)]
     return list(dict.fromkeys([joint().stock(w), first[min(1, len(first) - 1)], first[-1]]))
 
