@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from api import options as o
 from tuner import lookup as rules
+from tuner.config import Config
 from tuner.spec import policy_for
 from tuner.target import named, probe, toolchain
 from workers.settings import Settings
@@ -58,10 +59,22 @@ def lookup(
         tuned = match.entry.tuned
         say(f"config: {tuned.config.family} {tuned.config.label}")
         for name, value in tuned.extras.items():
-            say(f"{name}: {value}")
+            say(f"{name}: {_extra_text(value)}")
         interval = f"{tuned.speedup:.3f}x [{tuned.low:.3f}, {tuned.high:.3f}]"
         say(f"verdict: {tuned.verdict}, {interval} over {tuned.default.family}")
         say(f"study: {match.entry.study_id}")
     say(f"why: {match.reason}")
     for warning in match.warnings:
         o.stderr.print(f"warning: {warning}", markup=False, highlight=False)
+
+
+def _extra_text(value: Any) -> str:
+    """Return an extra for people: a config as its label, times by name."""
+    if not isinstance(value, dict):
+        return str(value)
+    if "params" in value:
+        config = Config.from_dict(value)
+        return f"{config.family} {config.label}"
+    return ", ".join(
+        f"{name} {item:.1f}" if isinstance(item, float) else f"{name} {item}" for name, item in value.items()
+    )

@@ -42,7 +42,7 @@ HeadDimOption = Annotated[
 ]
 HeadDimVOption = Annotated[int | None, typer.Option("--head-dim-v", help="Head dimension of V.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")]
-OpOption = Annotated[str, typer.Option("--op", help="fwd or bwd.")]
+OpOption = Annotated[str, typer.Option("--op", help="fwd, bwd, or fwd+bwd: both, with one BlockMask.")]
 DeterministicOption = Annotated[bool, typer.Option("--deterministic", help="Only configs that repeat bit by bit.")]
 PolicyOption = Annotated[
     str,

@@ -27,6 +27,8 @@ def outcome_tables(outcomes: Iterable[Outcome]) -> Iterator[Table]:
 def finals_table(name: str, workload: Workload, tuned: TunedConfig) -> Table:
     """Return the finals: one row a finalist, fastest first."""
     note = f"{tuned.rounds} paired rounds, intervals at {tuned.confidence:.0%} over all, margin {tuned.margin:.0%}"
+    if any(f.parts_us for f in tuned.finalists):
+        note += "; the parts were timed apart, so they need not add up"
     table = Table(
         title=f"{escape(name)}: {_verdict_text(tuned)}",
         title_justify="left",
@@ -36,13 +38,15 @@ def finals_table(name: str, workload: Workload, tuned: TunedConfig) -> Table:
         pad_edge=False,
     )
     table.add_column("kernel", overflow="fold")
-    for column in ("median us", "TFLOP/s", "vs default", "interval", "error"):
+    parts = dict.fromkeys(name for f in tuned.finalists for name in f.parts_us)
+    for column in ("median us", *(f"{name} us" for name in parts), "TFLOP/s", "vs default", "interval", "error"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("")
     for f in sorted(tuned.finalists, key=lambda f: -f.speedup):
         table.add_row(
             kernel_name(f.config),
             f"{f.median_us:.1f}",
+            *(f"{f.parts_us[name]:.1f}" if name in f.parts_us else "" for name in parts),
             f"{workload.flops() / f.median_us / 1e6:.4g}",
             f"{f.speedup:.3f}x",
             escape(f"[{f.low:.3f}, {f.high:.3f}]"),

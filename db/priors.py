@@ -5,16 +5,20 @@ Another run of the same study is no neighbour: who measures again wants to know,
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from sqlalchemy import exists, select
 from sqlalchemy.orm import Session
 
 from db.models import StudyModel, TrialModel
 from db.session import Database
 from db.study import digest, target_of
-from tuner.priors import Neighbour, nearest
+from tuner.families import load
+from tuner.families.joint import Joint
+from tuner.priors import Neighbour, added, nearest
 from tuner.spec import StudySpec
 from tuner.trial import Trial
-from tuner.workload import Workload
+from tuner.workload import JOINT_OP, Workload
 
 _LOOKED_AT = 1000  # studies of a policy on an architecture, the newest first
 
@@ -23,8 +27,9 @@ def neighbours(database: Database, spec: StudySpec) -> list[Neighbour]:
     """Return the studies most like ``spec`` with their trials, the most alike first.
 
     Only those of the same policy and architecture, of each workload and target the newest that measured
-    something; by any toolchain, since a newer compiler moves times, and seldom which tiles are good. The
-    same stored studies give the same answer.
+    something; by any toolchain, since a newer compiler moves times, and seldom which tiles are good. Where both
+    directions are asked for, studies of each direction of a workload count as one of both. The same stored
+    studies give the same answer.
     """
     measured = exists().where(TrialModel.study_id == StudyModel.id, TrialModel.ratio.is_not(None))
     query = (
@@ -39,11 +44,32 @@ def neighbours(database: Database, spec: StudySpec) -> list[Neighbour]:
         for row in session.execute(query):
             workload = database.value(Workload.from_dict, row.workload)
             ids.setdefault(Neighbour(workload, database.value(target_of, row.target), ()), row.id)
-        near = nearest(spec.workload, spec.target, list(ids))
-        return [Neighbour(n.workload, n.target, _trials(database, session, ids[n], spec)) for n in near]
+        names = [name.partition("/")[0] for name in spec.families]
+
+        def stored(n: Neighbour, *families: str) -> Neighbour:
+            return Neighbour(n.workload, n.target, _trials(database, session, ids[n], families))
+
+        pairs: list[Joint] = [f for f in map(load, names) if isinstance(f, Joint)]
+        halves = _halves(ids) if pairs else {}
+        found = []
+        for n in nearest(spec.workload, spec.target, [*ids, *halves]):
+            if n in ids:
+                found.append(stored(n, *names))
+                continue
+            forward, backward = halves[n]
+            for f in pairs:
+                mine, theirs = stored(forward, f.forward.family.name), stored(backward, f.backward.family.name)
+                found.append(added(mine, theirs, f.join))
+        return found
 
 
-def _trials(database: Database, session: Session, study_id: str, spec: StudySpec) -> tuple[Trial, ...]:
-    names = [name.partition("/")[0] for name in spec.families]
+def _halves(ids: Collection[Neighbour]) -> dict[Neighbour, tuple[Neighbour, Neighbour]]:
+    """Return the workloads whose both directions were studied, but not together, with these two studies."""
+    pairs = ((n, Neighbour(n.workload.with_(op="bwd"), n.target, ())) for n in ids if n.workload.op == "fwd")
+    both = {Neighbour(n.workload.with_(op=JOINT_OP), n.target, ()): (n, other) for n, other in pairs if other in ids}
+    return {n: halves for n, halves in both.items() if n not in ids}
+
+
+def _trials(database: Database, session: Session, study_id: str, names: Sequence[str]) -> tuple[Trial, ...]:
     query = select(TrialModel.trial).where(TrialModel.study_id == study_id, TrialModel.family.in_(names))
     return tuple(database.value(Trial.from_dict, stored) for stored in session.scalars(query.order_by(TrialModel.id)))

@@ -27,7 +27,7 @@ _benches: dict[str, Bench] = {}  # by workload key
 
 
 def handle(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Answer ``open``, ``close``, ``attempt``, ``finals`` or ``rounds`` for one workload's bench."""
+    """Answer ``open``, ``close``, ``attempt``, ``finals``, ``rounds`` or ``parts`` for one workload's bench."""
     operation, key = request["op"], request["bench"]
     if operation == "close":
         _benches.pop(key, None)
@@ -46,6 +46,8 @@ def handle(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> di
         if operation == "finals":
             bench.prepare_finals([Config.from_dict(c) for c in request["configs"]], say)
             return {"ok": True}
+        if operation == "parts":
+            return {"parts": bench.parts(say)}
         return bench.rounds(request["count"], request["seed"], say)
     except Exception as e:
         return {"ok": False, "error": _child_io.error_text(e)}

@@ -14,6 +14,7 @@ from typing import Any
 
 from tuner._child_io import error_text
 from tuner.config import Config
+from tuner.families.base import Kernel
 from tuner.lab import Lab, Timer
 from tuner.trial import TrialStatus
 from tuner.verify import OUT, Errors, decisive, errors, judge_all, named, stock_refused
@@ -26,6 +27,7 @@ _RUNGS, _RUNG_LEAST = {3: 0.10, 7: 0.05}, 4
 _WARM_SAMPLES = 40  # the first samples of a cool GPU read up to 7% slow
 _REPEATS = 3
 _UNREPEATABLE = "two runs on the same inputs differ, and the workload asks for deterministic"
+_PART_SAMPLES = 15
 _CLOCK_DROP = 0.95  # a round below this share of the median clock is dropped
 
 
@@ -59,6 +61,7 @@ class Bench:
         except Exception as e:
             raise BenchError(error_text(e)) from e
         self._finalists: list[Timer] = []
+        self._kernels: list[Kernel] = []  # of the finalists
         self._clocks: list[float] = []
         self._rungs: dict[int, list[float]] = {pairs: [] for pairs in _RUNGS}
         self._warm()
@@ -88,11 +91,28 @@ class Bench:
 
     def prepare_finals(self, configs: Sequence[Config], say: Callable[[dict[str, Any]], None]) -> None:
         """Build the finalists; announces each, so that the parent knows whom to blame for a crash."""
-        self._finalists = []
+        self._finalists, self._kernels = [], []
         for i, config in enumerate(configs):
             say({"event": "building", "finalist": i})
-            self._finalists.append(self._lab.timer(self._lab.build(config)))
+            kernel = self._lab.build(config)
+            self._kernels.append(kernel)
+            self._finalists.append(self._lab.timer(kernel))
         say({"event": "building", "finalist": None})
+
+    def parts(self, say: Callable[[dict[str, Any]], None]) -> list[dict[str, float]]:
+        """Time the parts of each finalist apart, in turns; median microseconds by name, empty if it has no parts."""
+        found = []
+        for i, kernel in enumerate(self._kernels):
+            say({"event": "measuring", "finalist": i})
+            timers = {name: self._lab.timer(part) for name, part in getattr(kernel, "parts", {}).items()}
+            samples: dict[str, list[float]] = {name: [] for name in timers}
+            for _ in range(_PART_SAMPLES):
+                for name, timer in timers.items():
+                    samples[name].append(timer())
+                    say({"event": "measuring", "finalist": i})
+            found.append({name: statistics.median(its) for name, its in samples.items()})
+        say({"event": "measuring", "finalist": None})
+        return found
 
     def rounds(self, count: int, seed: int, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Measure every finalist once a round, in random order.
@@ -174,7 +194,7 @@ class Bench:
             "outputs": {
                 name: [its.whole, its.row, self._stock[name].whole, self._stock[name].row]
                 for name, its in found.items()
-                if name != OUT
+                if len(found) > 1
             },
         }
 

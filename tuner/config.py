@@ -18,6 +18,8 @@ from tuner.errors import ConfigError
 
 Param = int | str | bool
 
+DIRECTIONS = ("fwd", "bwd")  # before the names of tunables, where a config holds those of both
+
 _PAIRS = (
     ("tile_m", "tile_n"),
     ("m_block_size", "n_block_size"),
@@ -84,16 +86,12 @@ class Config:
     @property
     def label(self) -> str:
         """Short text for tables, as ``128x96 native rs stages=2``; ``stock`` without parameters."""
-        params = dict(self.params)
-        words = [f"{params.pop(a)}x{params.pop(b)}" for a, b in _PAIRS if a in params and b in params]
-        for name, value in params.items():
-            if value is True:
-                words.append(_SHORT.get(name, name))
-            elif isinstance(value, str):
-                words.append(f"{_SHORT[name]}={value}" if name in _SHORT else value)
-            elif value is not False and (name, value) not in _UNSAID:
-                words.append(f"{_SHORT.get(name, name)}={value}")
-        return " ".join(words) or "stock"
+        params, words = dict(self.params), []
+        for direction in DIRECTIONS:
+            start = f"{direction}_"
+            mine = {name.removeprefix(start): params.pop(name) for name in list(params) if name.startswith(start)}
+            words += [direction, *_words(mine)] if mine else []
+        return " ".join([*_words(params), *words]) or "stock"
 
     def get(self, name: str, default: Any = None) -> Any:
         return dict(self.params).get(name, default)
@@ -110,3 +108,16 @@ class Config:
             return cls.make(values["family"], values["version"], **values["params"])
         except (KeyError, TypeError) as e:
             raise ConfigError(f"not a config: {values!r} ({e})") from None
+
+
+def _words(params: dict[str, Param]) -> list[str]:
+    """Return the words of a label; takes the parameters that it names in pairs out of ``params``."""
+    words = [f"{params.pop(a)}x{params.pop(b)}" for a, b in _PAIRS if a in params and b in params]
+    for name, value in params.items():
+        if value is True:
+            words.append(_SHORT.get(name, name))
+        elif isinstance(value, str):
+            words.append(f"{_SHORT[name]}={value}" if name in _SHORT else value)
+        elif value is not False and (name, value) not in _UNSAID:
+            words.append(f"{_SHORT.get(name, name)}={value}")
+    return words

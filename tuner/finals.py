@@ -5,8 +5,9 @@ What is decided from the rounds is ``tuner.stats``; who measures them is the ben
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tuner import families, stats
 from tuner.children import ChildFailure
@@ -15,7 +16,8 @@ from tuner.errors import DefaultError, MachineError
 from tuner.plan import Plan
 from tuner.sandbox import Bench, FinalistFailed
 from tuner.spec import StudySettings, StudySpec
-from tuner.trial import Trial, TunedConfig
+from tuner.trial import Finalist, Trial, TunedConfig
+from tuner.workload import JOINT_OP
 
 _REACH = 0.95  # a tuned config more than this behind the best tuned one is no finalist
 _RETRIES = 3
@@ -66,6 +68,7 @@ def hold(
         try:
             bench.start_finals(configs)
             played = _play(bench, configs, settings, incumbent, say)
+            parts = bench.parts() if spec.workload.op == JOINT_OP else []
         except FinalistFailed as e:
             if e.config == plan.default:
                 raise DefaultError(f"the default {e.config.family} failed in the finals: {e.error}") from None
@@ -77,7 +80,7 @@ def hold(
             if failures == _RETRIES:
                 raise MachineError(f"the finals did not end after {failures} tries: {e}") from None
         else:
-            return _answer(played, plan, spec, settings)
+            return _answer(played, plan, spec, settings, dict(zip(configs, parts, strict=False)))
 
 
 @dataclass(frozen=True)
@@ -111,12 +114,15 @@ def _play(
         wanted *= 2
 
 
-def _answer(played: _Played, plan: Plan, spec: StudySpec, settings: StudySettings) -> TunedConfig:
+def _answer(
+    played: _Played, plan: Plan, spec: StudySpec, settings: StudySettings, parts: Mapping[Config, Mapping[str, float]]
+) -> TunedConfig:
     decision = played.decision
     family = families.load(decision.winner.family)
     verified = {key: trial.verification for key, trial in plan.trials.items()}
-    with_errors = tuple(
-        replace(f, error=v.error if (v := verified.get(f.config.key)) else None) for f in decision.finalists
+    finalists = tuple(
+        replace(f, error=v.error if (v := verified.get(f.config.key)) else None, parts_us=parts.get(f.config, {}))
+        for f in decision.finalists
     )
     return TunedConfig(
         config=decision.winner,
@@ -128,10 +134,17 @@ def _answer(played: _Played, plan: Plan, spec: StudySpec, settings: StudySetting
         confidence=settings.confidence,
         margin=settings.margin,
         ties=decision.ties,
-        finalists=with_errors,
+        finalists=finalists,
         verification=verified.get(decision.winner.key),
         reason=decision.reason,
         rounds=played.rounds,
         rounds_dropped=played.dropped,
-        extras=family.extras(decision.winner, spec.workload),
+        extras={**family.extras(decision.winner, spec.workload), **_times(finalists, decision.winner, plan.default)},
     )
+
+
+def _times(finalists: Sequence[Finalist], winner: Config, default: Config) -> dict[str, Any]:
+    """Return the median times of the winner's and the default's parts beside those of the whole."""
+    times = {f.config: {**f.parts_us, JOINT_OP: f.median_us} for f in finalists if f.parts_us}
+    named = {"median_us": times.get(winner), "default_median_us": times.get(default)}
+    return {name: its for name, its in named.items() if its}

@@ -2,14 +2,15 @@
 
 Inputs are standard normal; q, k and v are stored (batch, seqlen, heads, head_dim), as FA4 wants
 them and as a model's projections leave them. A backward also gets dout, drawn likewise, and what its
-forward left: out and the log-sum-exp of the scores, computed by the reference and rounded.
+forward left: out and the log-sum-exp of the scores, computed by the reference and rounded. Both directions
+together get these too, and overwrite them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -47,6 +48,8 @@ class Inputs:
     v: torch.Tensor
     out: torch.Tensor
 
+    returns: ClassVar[tuple[str, ...]] = ("out",)  # the names of what a kernel returns, in order
+
     @property
     def outputs(self) -> tuple[torch.Tensor, ...]:
         """What a kernel may write to."""
@@ -72,9 +75,21 @@ class BackwardInputs(Inputs):
     dk: torch.Tensor
     dv: torch.Tensor
 
+    returns: ClassVar[tuple[str, ...]] = ("dq", "dk", "dv")
+
     @property
     def outputs(self) -> tuple[torch.Tensor, ...]:
         return self.dq, self.dk, self.dv
+
+
+class JointInputs(BackwardInputs):
+    """One set of tensors of a forward and its backward, which reads the ``out`` and ``lse`` that the forward wrote."""
+
+    returns: ClassVar[tuple[str, ...]] = ("out", "dq", "dk", "dv")
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        return self.out, self.lse, self.dq, self.dk, self.dv
 
 
 class TorchLab:
@@ -99,9 +114,12 @@ class TorchLab:
         return make_inputs(self._workload, self._device, seed, loud)
 
     def reference(self, inputs: Inputs) -> torch.Tensor | dict[str, torch.Tensor]:
-        if isinstance(inputs, BackwardInputs):
-            return reference.gradients(inputs.q, inputs.k, inputs.v, inputs.dout, self._workload)
-        return reference.attention(inputs.q, inputs.k, inputs.v, self._workload)
+        i, w = inputs, self._workload
+        gradients = reference.gradients(i.q, i.k, i.v, i.dout, w) if isinstance(i, BackwardInputs) else {}
+        if "out" not in i.returns:
+            return gradients
+        out = reference.attention(i.q, i.k, i.v, w)
+        return {"out": out, **gradients} if gradients else out
 
     def build(self, config: Config) -> Kernel:
         return load(config.family).build(config, self._workload, self._room)
@@ -116,7 +134,7 @@ class TorchLab:
         wide = self._widened([found] if isinstance(found, torch.Tensor) else found)
         if self._device == "cuda":
             torch.cuda.synchronize()
-        return wide[0] if len(wide) == 1 else dict(zip(("dq", "dk", "dv"), wide, strict=True))
+        return wide[0] if len(wide) == 1 else dict(zip(inputs.returns, wide, strict=True))
 
     def _widened(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [t.to(torch.float64 if self._device == "cpu" else torch.float32) for t in outputs]
@@ -174,7 +192,7 @@ def make_inputs(workload: Workload, device: str, seed: int, loud: float = 1.0) -
     v = normal(w.batch, w.seqlen_k, w.heads_kv, w.head_dim_v)
     if w.op == "fwd":
         return Inputs(q, k, v, torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim_v, device=device, dtype=dtype))
-    return BackwardInputs(
+    return (BackwardInputs if w.op == "bwd" else JointInputs)(
         q,
         k,
         v,

@@ -13,14 +13,18 @@ and one pattern: here a remote neighbour only counts for less.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tuner.config import Config
 from tuner.lookup import distance
 from tuner.pattern import Pattern
 from tuner.target import Target
-from tuner.trial import Trial, TrialStatus
-from tuner.workload import Workload
+from tuner.trial import Measurement, Trial, TrialStatus
+from tuner.workload import JOINT_OP, Workload
+
+Join = Callable[[Config, Config, Workload], Config | None]
 
 # What each difference costs: likeness is exp(-sum). Ordered by what moves the ranking of tiles most: the
 # head dim decides what fits, the pattern which tiles are skipped, sizes only how many waves there are.
@@ -37,6 +41,7 @@ _PER_POWER = 0.05  # the same GPU under another power cap
 MIN_LIKENESS = 0.15
 MAX_NEIGHBOURS = 12
 MAX_EVIDENCE = 500  # trials of neighbours: the surrogate inverts a matrix of this size
+MAX_OF_A_DIRECTION = 16  # of the fastest configs of each direction, in every pair
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,32 @@ def nearest(workload: Workload, target: Target, found: Sequence[Neighbour]) -> l
     return [found[i] for minus, _, _, i in ranked[:MAX_NEIGHBOURS] if -minus >= MIN_LIKENESS]
 
 
+def added(forward: Neighbour, backward: Neighbour, join: Join) -> Neighbour:
+    """Return what a study of both directions would have found, by adding the times of one study of each.
+
+    Every pair of the fastest that ``join`` lets share a BlockMask, the stock pair among them; what failed in one
+    direction fails with the other's fastest. Only a belief to begin with: a block that was made to fit both
+    was not measured, and a kernel right behind another finds a warmer cache.
+    """
+    workload = forward.workload.with_(op=JOINT_OP)
+    ours, theirs = _fastest(forward.trials), _fastest(backward.trials)
+    trials: dict[str, Trial] = {}
+
+    def take(mine: Trial, other: Trial) -> bool:
+        config = join(mine.config, other.config, workload)
+        if config is not None and config.key not in trials:
+            trials[config.key] = _sum(config, mine, other)
+        return config is not None
+
+    for mine, other in ((a, b) for a in ours for b in theirs):
+        take(mine, other)
+    for failed in (t for t in forward.trials if log_ratio(t) is None):
+        any(take(failed, other) for other in theirs)  # the first that fits is enough
+    for failed in (t for t in backward.trials if log_ratio(t) is None):
+        any(take(mine, failed) for mine in ours)
+    return Neighbour(workload, forward.target, tuple(trials.values()))
+
+
 def log_gains(trials: Sequence[Trial], family: str, version: int) -> list[tuple[Trial, float | None]]:
     """Return a family's tuned trials with log(time of its stock config / time); None where it failed.
 
@@ -99,6 +130,24 @@ def log_ratio(trial: Trial) -> float | None:
     """Return the log of default / time; None for what failed, or whose ratio is no number above 0."""
     ratio = trial.ratio if trial.status is TrialStatus.OK else None
     return math.log(ratio) if ratio is not None and math.isfinite(ratio) and ratio > 0 else None
+
+
+def _fastest(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials that were measured, fastest first; of tuned ones the best few."""
+    measured = sorted((t for t in trials if log_ratio(t) is not None), key=lambda t: (-(t.ratio or 0.0), t.config.key))
+    tuned = [t for t in measured if not t.config.is_stock][:MAX_OF_A_DIRECTION]
+    return [t for t in measured if t.config.is_stock or t in tuned]
+
+
+def _sum(config: Config, a: Trial, b: Trial) -> Trial:
+    """Return the trial of a config whose directions were tried apart."""
+    one, other = a.measurement, b.measurement
+    if one is None or other is None:
+        failed = a if one is None else b
+        return Trial(config, failed.status, failed.error)
+    time = one.median_us + other.median_us
+    default = statistics.median(one.default_us) + statistics.median(other.default_us)
+    return Trial(config, TrialStatus.OK, measurement=Measurement(one.policy, (time,), (default,), default / time, time))
 
 
 def _names(pattern: Pattern) -> frozenset[str]:

@@ -172,6 +172,11 @@ class Bench:
         answer = self._ask_finalists("rounds", count=count, seed=seed)
         return Rounds(answer["times"], answer["dropped"], answer["sm_mhz"], answer["notes"])
 
+    def parts(self) -> list[dict[str, float]]:
+        """Time the finalists' parts apart: for each, median microseconds by name. Raises as ``rounds`` does."""
+        found: list[dict[str, float]] = self._ask_finalists("parts")["parts"]
+        return found
+
     def close(self) -> None:
         """Free the workload's memory."""
         if self._generation and self._generation == self._sandbox.generation:

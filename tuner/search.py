@@ -21,13 +21,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import optuna
 from optuna.distributions import BaseDistribution as Distribution
 
 from tuner.config import Config, Param
-from tuner.families.base import KernelFamily
+from tuner.families.base import Enumerates, KernelFamily
 from tuner.guess import Guess
 from tuner.priors import Neighbour
 from tuner.target import Target
@@ -69,7 +69,7 @@ class Search:
         self._open: dict[str, optuna.trial.Trial | int] = {}  # what a result is told by: ours, or a number
         self._others = False  # others tried something since the sampler was seeded
         space = family.space(workload)
-        self.feasible = [c for c in _points(family, space) if not family.feasible(c, workload, target)]
+        self.feasible = list(_feasible(family, workload, target))
         self._by_key = {c.key: c for c in self.feasible}
         self.enumerates = len(self.feasible) <= budget
         self._rng = random.Random(seed)
@@ -206,6 +206,12 @@ def _sampler(seed: int) -> optuna.samplers.TPESampler:
     return optuna.samplers.TPESampler(
         seed=seed, multivariate=True, constant_liar=True, n_startup_trials=_STARTUP_TRIALS
     )
+
+
+def _feasible(family: KernelFamily, workload: Workload, target: Target) -> Iterable[Config]:
+    if isinstance(family, Enumerates):
+        return family.points(workload, target)
+    return (c for c in _points(family, family.space(workload)) if not family.feasible(c, workload, target))
 
 
 def _points(family: KernelFamily, space: object) -> Iterator[Config]:

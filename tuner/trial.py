@@ -157,7 +157,9 @@ class Finalist:
 
     ``low`` and ``high`` bound the speedup at the stated confidence, corrected for the number of
     finalists and of looks. ``tied_with_best`` says that it is not shown to be slower than the
-    fastest finalist by more than the tie margin.
+    fastest finalist by more than the tie margin. ``parts_us`` are median times of the ``fwd`` and
+    ``bwd`` of a kernel that is both, each timed apart after the rounds: what is decided, and what the
+    interval is of, is the whole.
     """
 
     config: Config
@@ -168,6 +170,7 @@ class Finalist:
     samples_us: tuple[float, ...]
     tied_with_best: bool = False
     error: float | None = None  # relative error against the reference, from its trial
+    parts_us: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "config": self.config.to_dict()}

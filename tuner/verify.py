@@ -3,7 +3,7 @@
 The error of a config may be a small multiple of the stock kernel's own error against the same
 reference on the same inputs; NaN never passes. Both the whole output and the worst single row are
 looked at, since one wrong row among a quarter of a million hides in a norm. A backward has three
-outputs, dq, dk and dv: each is held against the stock kernel's error in the same one.
+outputs, dq, dk and dv, and with its forward four: each is held against the stock kernel's error in the same one.
 
 A gradient's rows err by 1% to 15% where scores are large, since dS is a small difference of large
 numbers, and by less than 1% where they are not. So each draw of inputs is judged by itself there;
@@ -85,7 +85,7 @@ def judge_all(found: Mapping[str, Errors], stock: Mapping[str, Errors]) -> str:
     """Return why the decisive one of several outputs is wrong, naming it, or the empty string."""
     name = decisive(found, stock)
     reason = judge(found[name], stock[name])
-    return f"{name}: {reason}" if reason and name != OUT else reason
+    return f"{name}: {reason}" if reason and len(found) > 1 else reason
 
 
 def stock_refused(stock: Mapping[str, Errors], dtype: str) -> str:

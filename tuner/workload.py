@@ -18,7 +18,8 @@ from tuner.errors import WorkloadError
 from tuner.pattern import Pattern, document_lengths, parse
 
 KEY_VERSION = "w1"
-OPS = ("fwd", "bwd")
+JOINT_OP = "fwd+bwd"  # what a training step waits for: the forward, then the backward on what that left
+OPS = ("fwd", "bwd", JOINT_OP)
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 LAYOUTS = ("dense", "varlen")
@@ -112,11 +113,11 @@ class Workload:
 
     @property
     def label(self) -> str:
-        """Short text for people: ``causal b2 h16 s8192 d128``, with ``bwd`` at the end of a backward's."""
+        """Short text for people: ``causal b2 h16 s8192 d128``, with the op at the end unless it is a forward."""
         heads = f"h{self.heads_q}" if self.heads_q == self.heads_kv else f"h{self.heads_q}/{self.heads_kv}"
         seqlen = f"s{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"s{self.seqlen_q}x{self.seqlen_k}"
         dim = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}/{self.head_dim_v}"
-        return f"{self.pattern} b{self.batch} {heads} {seqlen} {dim}" + (" bwd" if self.op == "bwd" else "")
+        return f"{self.pattern} b{self.batch} {heads} {seqlen} {dim}" + ("" if self.op == "fwd" else f" {self.op}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; ``from_dict`` gives the same workload back."""
@@ -184,10 +185,10 @@ class Workload:
         """Floating-point operations of the useful work: 2 per multiply-add, QK and PV.
 
         Backward counts 2.5 times the forward (five matrix products instead of two), as the
-        FlashAttention papers do.
+        FlashAttention papers do; both together 3.5 times.
         """
         forward = 2 * self.batch * self.heads_q * self.visible_pairs() * (self.head_dim + self.head_dim_v)
-        return forward if self.op == "fwd" else forward * 5 // 2
+        return {"fwd": forward, "bwd": forward * 5 // 2, JOINT_OP: forward * 7 // 2}[self.op]
 
 
 def _int_of(pattern: Pattern, mask: str, key: str, default: float = 0) -> Any:

@@ -21,7 +21,8 @@ from tuner import families
 from tuner.config import Config
 from tuner.errors import ConfigError
 from tuner.families import INSTRUMENTS, REGISTRY
-from tuner.families.base import KernelFamily, Room
+from tuner.families.base import Enumerates, KernelFamily, Room
+from tuner.families.joint import Joint
 from tuner.pattern import parse
 from tuner.target import Target, named
 from tuner.workload import Workload
@@ -61,6 +62,9 @@ SHAPES: list[dict[str, Any]] = [
     {"op": "bwd"},
     {"op": "bwd", "head_dim": 128, "heads_kv": 1, "deterministic": True},
     {"op": "bwd", "head_dim": 256, "head_dim_v": 256},
+    {"op": "fwd+bwd"},
+    {"op": "fwd+bwd", "head_dim": 128, "heads_kv": 1, "deterministic": True},
+    {"op": "fwd+bwd", "head_dim": 256, "head_dim_v": 256},
     {"layout": "varlen"},
     {"seqlen_q": 1, "batch": 64, "heads_kv": 1},
 ]
@@ -96,6 +100,10 @@ def points(name: str, workload: Workload) -> list[Config]:
     space = family.space(workload)
     if not space:
         return []
+    if isinstance(family, Enumerates):
+        target = next(t for w, t in accepted(name) if w == workload)
+        found = list(family.points(workload, target))
+        return found[:: len(found) // MOST_POINTS + 1]
     if math.prod(map(len, space.values())) <= MOST_POINTS:
         values = list(itertools.product(*space.values()))
     else:
@@ -259,6 +267,29 @@ def test_block_sizes_follow_the_tiles() -> None:
         wanted = [config.get("q_block", 128), config.get("kv_block", 128)]
         extras = families.load("flex_cpu").extras(config, workload)
         assert extras == ({"block_size": wanted} if workload.pattern.masks else {})
+
+
+@pytest.mark.parametrize("name", ["fa4_joint_sm90", "fa4_joint_sm100"])
+def test_one_block_mask_serves_both_directions(name: str) -> None:
+    """A block's keys are one tile of either direction (whole ones on Blackwell), its queries whole tiles of both."""
+    family, seen = families.load(name), set()
+    assert isinstance(family, Joint)
+    for workload, config in runnable(family):
+        extras = family.extras(config, workload)
+        forward, backward = (Config.from_dict(extras[direction]) for direction in ("fwd", "bwd"))
+        assert (forward, backward) == family.split(config, workload)
+        assert family.join(forward, backward, workload) == config
+        seen.add("block_size" in extras)
+        if "block_size" in extras and not config.is_stock:
+            q, kv = extras["block_size"]
+            if name == "fa4_joint_sm90":
+                assert kv == forward["tile_n"] == backward["n_block_size"]
+                assert q % int(forward["tile_m"]) == q % int(backward["m_block_size"]) == 0
+            else:
+                assert kv % int(forward["tile_n"]) == kv % int(backward["tile_n"]) == 0
+                assert q % (128 * int(forward["q_stage"])) == 0
+                assert (forward["mask"], backward["mask"]) == ("block", "block")
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize("name", ["fa4_fwd_sm100", "fa4_bwd_sm100"])

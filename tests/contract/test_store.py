@@ -34,6 +34,8 @@ from db.models import Base, StudyModel, TunedConfigModel
 from db.store import Store, StudyHandle
 from tuner.config import Config
 from tuner.errors import InputError, StorageError
+from tuner.families import load
+from tuner.families.joint import Joint
 from tuner.spec import StudySettings, StudySpec
 from tuner.target import Target, Toolchain
 from tuner.trial import Finalist, Measurement, Resources, Trial, TrialStatus, TunedConfig, Verdict, Verification
@@ -535,6 +537,36 @@ def test_neighbours_are_the_measured_studies_most_alike(store: Store) -> None:
     ]
     assert [n.trials for n in found] == [(near,), (ok(8),), (far,)]
     assert store.neighbours(NEIGHBOURS_OF) == found
+
+
+def test_studies_of_each_direction_are_a_neighbour_of_one_of_both(store: Store) -> None:
+    joint = load("fa4_joint_sm90")
+    assert isinstance(joint, Joint)
+    both = WORKLOAD.with_(op="fwd+bwd")
+    spec = replace(SPEC, workload=both, families=("flex_flash_stock/1", f"{joint.name}/{joint.version}"))
+
+    def timed(config: Config, default_us: float, us: float) -> Trial:
+        measured = Measurement("graph", (us,), (default_us,), default_us / us, us)
+        return Trial(config, TrialStatus.OK, measurement=measured)
+
+    def halves(workload: Workload) -> tuple[Config, Config]:
+        return joint.split(joint.first(workload)[0], workload)
+
+    mine, theirs = halves(both)
+    begun(store, timed(mine, 100.0, 80.0), timed(Config.make("flex_flash_stock", 1), 100.0, 100.0), op="fwd")
+    assert store.neighbours(spec) == []  # one direction says nothing about both
+    begun(store, timed(theirs, 250.0, 240.0), op="bwd")
+    begun(store, timed(theirs, 250.0, 230.0), op="bwd", policy="eager")
+    begun(store, timed(theirs, 250.0, 220.0), op="bwd", batch=2)  # whose forward was not studied
+    (found,) = store.neighbours(spec)
+    assert (found.workload, found.target) == (both, TARGET)
+    assert found.trials == (timed(joint.first(both)[0], 350.0, 320.0),)
+    begun(store, timed(mine, 100.0, 90.0), op="fwd", batch=2)
+    assert [n.workload.batch for n in store.neighbours(spec)] == [1, 2]
+    begun(store, timed(joint.first(both)[0], 700.0, 650.0), op="fwd+bwd", batch=2)
+    second = store.neighbours(spec)[1]
+    assert second.trials == (timed(joint.first(both)[0], 700.0, 650.0),)  # what was tried together counts instead
+    assert all(n.workload.op == "fwd" for n in store.neighbours(replace(spec, workload=WORKLOAD.with_(batch=4))))
 
 
 def test_another_run_of_the_study_is_no_neighbour_and_the_newest_of_others_counts(store: Store) -> None:

@@ -15,7 +15,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_every_example_is_tested_here() -> None:
-    assert {p.name for p in EXAMPLES.glob("*.toml")} == {"quick_cpu.toml", "h200.toml", "llama_gemma_mistral.toml"}
+    assert {p.name for p in EXAMPLES.glob("*.toml")} == {
+        "quick_cpu.toml",
+        "h200.toml",
+        "llama_gemma_mistral.toml",
+        "training.toml",
+    }
 
 
 def test_quick_cpu() -> None:
@@ -53,3 +58,10 @@ def test_models(prefix: str, heads_q: int, heads_kv: int, head_dim: int, pattern
         (heads_q, heads_kv, head_dim, head_dim)
     }
     assert {(w.seqlen_q, w.seqlen_k, w.dtype, w.op) for w in found} == {(8192, 8192, "bfloat16", "fwd")}
+
+
+def test_training_steps() -> None:
+    found = [w.workload for w in load(EXAMPLES / "training.toml")]
+    assert len(found) == 10
+    assert {(w.op, w.batch, w.seqlen_q, w.seqlen_k, w.heads_q) for w in found} == {("fwd+bwd", 2, 8192, 8192, 16)}
+    assert sum(bool(w.pattern.mask("document") or w.pattern.mask("prefix_lm")) for w in found) == 6

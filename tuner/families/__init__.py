@@ -25,6 +25,8 @@ REGISTRY: dict[str, str] = {
     "fa4_bwd_sm90": "tuner.families.fa4_bwd_sm90:FAMILY",
     "fa4_fwd_sm100": "tuner.families.fa4_fwd_sm100:FAMILY",
     "fa4_bwd_sm100": "tuner.families.fa4_bwd_sm100:FAMILY",
+    "fa4_joint_sm90": "tuner.families.fa4_joint_sm90:FAMILY",
+    "fa4_joint_sm100": "tuner.families.fa4_joint_sm100:FAMILY",
     "flex_triton": "tuner.families.flex_triton:FAMILY",
     "flex_cpu": "tuner.families.flex_cpu:FAMILY",
     "sdpa_cpu": "tuner.families.sdpa:CPU",

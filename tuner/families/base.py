@@ -6,10 +6,10 @@ and import nothing heavy; ``compile`` runs in the compiling child, ``build`` in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from tuner.config import Config, Param
 from tuner.target import Target
@@ -19,7 +19,8 @@ from tuner.workload import Workload
 Space = Mapping[str, tuple[Param, ...]]
 
 # A kernel ready to run: takes one set of inputs, returns the output tensor; a backward returns
-# (dq, dk, dv). One with a method ``prepare(inputs)`` has that called before it is timed on them.
+# (dq, dk, dv), both together (out, dq, dk, dv). One with a method ``prepare(inputs)`` has that called
+# before it is timed on them; one with a mapping ``parts`` is made of kernels that can be timed apart.
 Kernel = Callable[[Any], Any]
 
 
@@ -102,8 +103,17 @@ class Untunable:
         return "" if config.is_stock else "has nothing to tune"
 
 
+@runtime_checkable
+class Enumerates(Protocol):
+    """A family whose space is too large to go through: it says itself which configs are searched."""
+
+    def points(self, workload: Workload, target: Target) -> Iterable[Config]:
+        """Return feasible configs of the space."""
+        ...
+
+
 def backward_refused(workload: Workload) -> str:
-    """Return why a backward workload cannot be verified by anybody; empty if it can, or is a forward."""
-    if workload.op == "bwd" and workload.sees_one_key:
+    """Return why a workload with a backward cannot be verified by anybody; empty if it can, or has none."""
+    if workload.op != "fwd" and workload.sees_one_key:
         return f"has nothing to verify: every query sees one key under {workload.pattern}, so dq and dk are zero"
     return ""

@@ -9,9 +9,9 @@ spinning kernel; the script gives each a share of the stock kernel's time to spi
 ``breaks`` makes a variant fail for real: ``assert`` (a device-side assertion, which loses the CUDA
 context), ``hang`` (spins for hours), ``nan``, ``wrong`` (one query row scaled) or ``unwritten``.
 
-``decoy_bwd`` is a CPU's stock backward likewise, with defects in the gradients and no slowdowns: ``wrong_dk``
-(one key's dk halved), ``nan`` (one row of dv), ``swapped`` (dk and dv), ``unwritten``, ``unrepeatable``
-(a few last bits of dq).
+``decoy_bwd`` is a CPU's stock backward likewise, alone or behind its forward, with defects and no slowdowns:
+``wrong_dk`` (one key's dk halved), ``nan`` (one row of dv), ``swapped`` (dk and dv), ``unwritten``, ``unrepeatable``
+(a few last bits of dq), and behind a forward ``wrong`` (one query's output half as large again).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class DecoyBackward(_Variants):
     compile_in = "nowhere"
 
     def refuses(self, workload: Workload, target: Target) -> str:
-        return f"computes bwd, not {workload.op}" if workload.op != "bwd" else SDPA.refuses(workload, target)
+        return "computes bwd and fwd+bwd, not fwd" if workload.op == "fwd" else SDPA.refuses(workload, target)
 
     def compile(self, config: Config, workload: Workload, room: Room) -> Built:
         return Built()
@@ -135,7 +135,7 @@ def _broken_backward(kernel: Kernel, how: str) -> Kernel:
     import torch
 
     def run(inputs: Any) -> tuple[torch.Tensor, ...]:
-        dq, dk, dv = kernel(inputs)
+        *before, dq, dk, dv = kernel(inputs)
         if how == "unwritten":
             dv = inputs.dv
         elif how == "swapped":
@@ -146,7 +146,9 @@ def _broken_backward(kernel: Kernel, how: str) -> Kernel:
             dv[0, -1, 0, 0] = float("nan")
         elif how == "unrepeatable":
             dq = dq * (1 + 1e-6 * torch.rand(()))
-        return dq, dk, dv
+        elif how == "wrong":
+            before[0][0, before[0].shape[1] // 2] *= 1.5
+        return *before, dq, dk, dv
 
     return run
 

@@ -69,9 +69,10 @@ def kernel(
 ) -> Kernel:
     """Return FA4's forward call with ``arguments``; a tuned config's is made inside a ``variant()`` block."""
     w = workload
-    lse = torch.empty(w.batch, w.heads_q, w.seqlen_q, dtype=torch.float32, device="cuda")
+    spare = torch.empty(w.batch, w.heads_q, w.seqlen_q, dtype=torch.float32, device="cuda")
 
     def run(inputs: Any) -> torch.Tensor:
+        lse = getattr(inputs, "lse", spare)  # a backward that follows reads it there
         interface._flash_attn_fwd(inputs.q, inputs.k, inputs.v, out=inputs.out, lse=lse, **arguments)
         out: torch.Tensor = inputs.out
         return out

@@ -28,7 +28,7 @@ import random
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from tuner.families.base import Built, Kernel, Room, Space
 from tuner.lab import Timer
 from tuner.target import Target
 from tuner.trial import Resources
-from tuner.workload import Workload
+from tuner.workload import JOINT_OP, Workload
 
 _ROWS, _COLUMNS = 64, 8
 _DRIFT_PERIOD = 300  # samples
@@ -93,7 +93,7 @@ class Fake:
             raise RuntimeError("invalid argument at launch (scripted)")
         if _has_objects(room):
             _check_object(config, workload, room)
-        return FakeKernel(config, _outcome(config, room))
+        return FakeKernel(config, _outcome(config, room), both=workload.op == JOINT_OP)
 
 
 FAMILY = Fake()
@@ -105,6 +105,13 @@ class FakeKernel:
 
     config: Config
     outcome: Mapping[str, Any]
+    both: bool = False  # a forward with its backward, which take 2 and 5 of 7 parts of the time
+    share: float = 1.0
+
+    @property
+    def parts(self) -> Mapping[str, FakeKernel]:
+        shares = {"fwd": 2 / 7, "bwd": 5 / 7} if self.both else {}
+        return {name: replace(self, both=False, share=share) for name, share in shares.items()}
 
     @property
     def does(self) -> str:
@@ -166,7 +173,7 @@ class FakeLab:
 
     def timer(self, kernel: Kernel) -> Timer:
         assert isinstance(kernel, FakeKernel)
-        true_us = self._base_us / float(kernel.outcome.get("speedup", 1.0))
+        true_us = self._base_us * kernel.share / float(kernel.outcome.get("speedup", 1.0))
         sleep_s = float(kernel.outcome.get("sample_s", 0))
         left = int(kernel.outcome.get("faults_after", 1 << 60))
 

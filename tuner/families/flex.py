@@ -11,7 +11,7 @@ import torch._functorch.config as functorch_config
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from tuner.families import pattern_torch
-from tuner.families.autograd import Backward
+from tuner.families.autograd import Backward, Joint
 from tuner.families.base import Kernel
 from tuner.workload import Workload
 
@@ -24,8 +24,8 @@ def build(
     """Return flex_attention under torch.compile for the pattern, with a BlockMask of ``block`` = (q, kv).
 
     Takes inputs of shape (batch, seqlen, heads, head_dim) and returns the output likewise, or for a
-    backward workload dq, dk and dv. Raises PatternError if these are not all the gradients wanted. A call
-    raises RuntimeError if torch.compile has given up on it.
+    backward workload dq, dk and dv; for both together all four. Raises PatternError if these are not all the
+    gradients wanted. A call raises RuntimeError if torch.compile has given up on it.
     """
     score_mod = pattern_torch.score_mod(workload)
     block_mask = make_block_mask(workload, device, block, full_blocks=full_blocks)
@@ -40,11 +40,11 @@ def build(
 
     compiled = torch.compile(_own_code(attend), dynamic=False, fullgraph=True)
 
-    if workload.op == "bwd":
+    if workload.op != "fwd":
         pattern_torch.refuse_captured_gradients(score_mod)
         # A backward that may destroy what its forward saved cannot run twice on one graph.
         functorch_config.donated_buffer = False
-        return Backward(
+        return (Backward if workload.op == "bwd" else Joint)(
             lambda q, k, v: compiled(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
         )
 

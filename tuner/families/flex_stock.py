@@ -32,7 +32,7 @@ class FlexStock(Untunable):
             return "computes bfloat16 and float16, not float32"
         if max(workload.head_dim, workload.head_dim_v) > self._max_head_dim:
             return f"head_dim goes to {self._max_head_dim}, not {max(workload.head_dim, workload.head_dim_v)}"
-        if workload.op == "bwd" and self._backend == "FLASH" and (reason := _flash_bwd_refused(workload, target)):
+        if workload.op != "fwd" and self._backend == "FLASH" and (reason := _flash_bwd_refused(workload, target)):
             return reason
         return backward_refused(workload)
 

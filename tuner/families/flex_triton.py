@@ -83,6 +83,10 @@ class FlexTriton:
             return f"needs sm_80 or newer, for asynchronous copies and bfloat16; the target is {target.arch}"
         if workload.layout != "dense":
             return f"has no {workload.layout} layout"
+        if workload.op not in _TILES:
+            return (
+                f"tunes one direction at a time, not {workload.op}: tune fwd and bwd, with one BlockMask size for both"
+            )
         return backward_refused(workload)
 
     def stock(self, workload: Workload) -> Config:

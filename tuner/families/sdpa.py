@@ -60,10 +60,10 @@ class Sdpa(Untunable):
         causal = bool(workload.pattern.masks)
         gqa = workload.heads_q != workload.heads_kv
 
-        if workload.op == "bwd":
-            from tuner.families.autograd import Backward
+        if workload.op != "fwd":
+            from tuner.families.autograd import Backward, Joint
 
-            return Backward(
+            return (Backward if workload.op == "bwd" else Joint)(
                 lambda q, k, v: scaled_dot_product_attention(
                     q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, enable_gqa=gqa
                 ).transpose(1, 2)
