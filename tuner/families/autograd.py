@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[..., torch.Tensor]
 
 
 class Backward:
@@ -25,10 +25,20 @@ class Backward:
     def prepare(self, inputs: Any) -> None:
         """Run the forward of an input set on the current stream and keep its graph."""
         leaves = tuple(t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
-        self._graphs[inputs] = leaves, self._attend(*leaves)
+        self._graphs[inputs] = leaves, self._forward(leaves, inputs)
+
+    def _forward(self, leaves: tuple[torch.Tensor, ...], inputs: Any) -> torch.Tensor:
+        return self._attend(*leaves)
 
     def __call__(self, inputs: Any) -> tuple[torch.Tensor, ...]:
         if inputs not in self._graphs:
             self.prepare(inputs)
         leaves, out = self._graphs[inputs]
         return torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
+
+
+class PackedBackward(Backward):
+    """The same of a varlen forward: ``attend(q, k, v, packed)`` also gets where the sequences lie."""
+
+    def _forward(self, leaves: tuple[torch.Tensor, ...], inputs: Any) -> torch.Tensor:
+        return self._attend(*leaves, inputs.packed)

@@ -24,7 +24,7 @@ class Sdpa(Untunable):
             return f"needs {self._device}, the target is {target.arch}"
         if self._device == "cuda" and target.arch not in ("sm_80", "sm_89", "sm_90a", "sm_100a"):
             return f"cuDNN's fused attention needs sm_80 or newer, the target is {target.arch}"
-        if workload.layout != "dense":
+        if workload.layout != "dense" and self._device != "cpu":
             return f"has no {workload.layout} layout here"
         if self._device == "cuda" and workload.dtype == "float32":
             return "cuDNN computes bfloat16 and float16, not float32"
@@ -36,7 +36,7 @@ class Sdpa(Untunable):
             return f"has no argument for {' + '.join(map(str, workload.pattern.scores))}"
         if workload.pattern.mask_names - {"causal"}:
             return f"has no argument for {workload.pattern}"
-        if workload.pattern.masks and workload.seqlen_q != workload.seqlen_k:
+        if workload.pattern.masks and any(q != k for q, k in workload.sequences):
             return "aligns causal to the top left, which differs where seqlen_q is not seqlen_k"
         return backward_refused(workload)
 
@@ -59,6 +59,8 @@ class Sdpa(Untunable):
             torch.backends.cuda.enable_cudnn_sdp(True)
         causal = bool(workload.pattern.masks)
         gqa = workload.heads_q != workload.heads_kv
+        if workload.layout == "varlen":
+            return _packed(workload.op, causal, gqa)
 
         if workload.op == "bwd":
             from tuner.families.autograd import Backward
@@ -80,6 +82,26 @@ class Sdpa(Untunable):
             return out.transpose(1, 2)
 
         return run
+
+
+def _packed(op: str, causal: bool, gqa: bool) -> Kernel:
+    """Return SDPA over the sequences of varlen inputs, one after the other: it has no call for all of them."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Any) -> torch.Tensor:
+        w, outs = packed.workload, []
+        for one_q, one_k, one_v in zip(q.split(w.lengths_q), k.split(w.lengths_k), v.split(w.lengths_k), strict=True):
+            one_q, one_k, one_v = (t.transpose(0, 1)[None] for t in (one_q, one_k, one_v))
+            out = scaled_dot_product_attention(one_q, one_k, one_v, is_causal=causal, enable_gqa=gqa)
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs)
+
+    if op == "bwd":
+        from tuner.families.autograd import PackedBackward
+
+        return PackedBackward(attend)
+    return lambda inputs: attend(inputs.q, inputs.k, inputs.v, inputs.packed)
 
 
 CUDNN = Sdpa("cudnn", "cuda")
