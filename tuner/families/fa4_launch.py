@@ -82,7 +82,7 @@ def kernel(
 
     def run_packed(inputs: Any) -> torch.Tensor:
         rows = inputs.q.shape[0]  # other inputs may have fewer, never more
-        its = lse.view(-1)[: w.heads_q * rows].view(w.heads_q, rows)
+        its = lse.as_strided((w.heads_q, rows), (rows, 1))
         more = packing(workload, inputs.packed.cu_seqlens_q, inputs.packed.cu_seqlens_k)
         interface._flash_attn_fwd(inputs.q, inputs.k, inputs.v, out=inputs.out, lse=its, **arguments, **more)
         out: torch.Tensor = inputs.out
