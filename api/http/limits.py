@@ -21,7 +21,7 @@ from tuner.pattern import parse
 MAX_BODY_BYTES = 1 << 20
 MAX_DEPTH = 8  # of a job: its workloads, one of them, its values
 MAX_PATTERN = 16_384  # characters; splitting takes time quadratic in it
-MAX_LENGTHS = 100_000  # characters of a text of lengths
+MAX_LENGTHS = 16_384  # characters of a text of lengths; a list may be longer
 MAX_MARKS = 32  # & and + in one pattern
 MAX_DOCUMENTS = 1_000_000  # documents and sequences that the workloads of one request draw together: about a second
 MAX_STREAMS = 200
