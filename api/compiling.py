@@ -26,6 +26,7 @@ from workers.settings import Settings
 
 
 def compile_configs(
+    ctx: typer.Context,
     target: Annotated[str, typer.Option("--target", "-t", help="What to compile for, as sm_90a.")] = "sm_90a",
     family: Annotated[
         str | None, typer.Option("--family", "-f", help="Kernel family; default: the target's tunable one.")
@@ -36,6 +37,9 @@ def compile_configs(
     heads_kv: o.HeadsKvOption = None,
     seqlen: o.SeqlenOption = 4096,
     seqlen_k: o.SeqlenKOption = None,
+    lengths: o.LengthsOption = None,
+    lengths_q: o.LengthsQOption = None,
+    lengths_k: o.LengthsKOption = None,
     head_dim: o.HeadDimOption = 128,
     head_dim_v: o.HeadDimVOption = None,
     dtype: o.DtypeOption = "bfloat16",
@@ -46,7 +50,13 @@ def compile_configs(
     json: o.JsonOption = False,
 ) -> None:
     """Compile configs for a GPU that need not be here; prints registers, spills and shared memory."""
-    workload = o.workload_from(pattern, batch, heads, heads_kv, seqlen, seqlen_k, head_dim, head_dim_v, dtype, op)
+    workload = o.workload_from(
+        ctx,
+        *(pattern, batch, heads, heads_kv, seqlen, seqlen_k, head_dim, head_dim_v, dtype, op),
+        lengths=lengths,
+        lengths_q=lengths_q,
+        lengths_k=lengths_k,
+    )
     goal = named(target)
     limits = StudySettings(compile_timeout_s=timeout, seed=seed)
     settings = Settings.from_env()

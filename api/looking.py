@@ -15,12 +15,16 @@ from workers.settings import Settings
 
 
 def lookup(
+    ctx: typer.Context,
     pattern: o.PatternOption = "causal",
     batch: o.BatchOption = 1,
     heads: o.HeadsOption = 16,
     heads_kv: o.HeadsKvOption = None,
     seqlen: o.SeqlenOption = 4096,
     seqlen_k: o.SeqlenKOption = None,
+    lengths: o.LengthsOption = None,
+    lengths_q: o.LengthsQOption = None,
+    lengths_k: o.LengthsKOption = None,
     head_dim: o.HeadDimOption = 128,
     head_dim_v: o.HeadDimVOption = None,
     dtype: o.DtypeOption = "bfloat16",
@@ -35,7 +39,9 @@ def lookup(
 ) -> None:
     """Say which config a workload gets, and whether it matched exactly, by bucket, nearest, or not."""
     workload = o.workload_from(
-        pattern, batch, heads, heads_kv, seqlen, seqlen_k, head_dim, head_dim_v, dtype, op, deterministic
+        ctx,
+        *(pattern, batch, heads, heads_kv, seqlen, seqlen_k, head_dim, head_dim_v, dtype, op, deterministic),
+        *(lengths, lengths_q, lengths_k),
     )
     here = (
         probe(target, Settings.from_env().visible_devices)

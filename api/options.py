@@ -37,6 +37,17 @@ SeqlenOption = Annotated[
     int, typer.Option("--seqlen", "-s", help="Sequence length of queries, and of keys unless given.")
 ]
 SeqlenKOption = Annotated[int | None, typer.Option("--seqlen-k", help="Sequence length of keys.")]
+LengthsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--lengths",
+        help="Packed sequences (varlen), as in '512,1024*3', or 'mean=2048,seed=0' beside --batch. Replaces --seqlen.",
+    ),
+]
+LengthsQOption = Annotated[
+    str | None, typer.Option("--lengths-q", help="The same of queries alone, as '1*64'; with --lengths-k.")
+]
+LengthsKOption = Annotated[str | None, typer.Option("--lengths-k", help="The same of keys alone.")]
 HeadDimOption = Annotated[
     int, typer.Option("--head-dim", "-d", help="Head dimension of Q and K, and of V unless given.")
 ]
@@ -67,7 +78,7 @@ DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or 
 
 _WORKLOAD_OPTIONS = (
     *("pattern", "batch", "heads", "heads_kv", "seqlen", "seqlen_k", "head_dim", "head_dim_v"),
-    *("dtype", "op", "deterministic"),
+    *("dtype", "op", "deterministic", "lengths", "lengths_q", "lengths_k"),
 )
 
 stderr = Console(stderr=True)
@@ -76,6 +87,7 @@ stdout = Console(width=None if sys.stdout.isatty() else 160)
 
 
 def workload_from(
+    ctx: typer.Context,
     pattern: str,
     batch: int,
     heads: int,
@@ -87,23 +99,34 @@ def workload_from(
     dtype: str,
     op: str = "fwd",
     deterministic: bool = False,
+    lengths: str | None = None,
+    lengths_q: str | None = None,
+    lengths_k: str | None = None,
 ) -> Workload:
     """Return the workload that the options name. Raises WorkloadError or PatternError."""
-    return Workload.from_dict(
-        {
-            "pattern": pattern,
-            "batch": batch,
-            "heads_q": heads,
-            "heads_kv": heads if heads_kv is None else heads_kv,
-            "seqlen_q": seqlen,
-            "seqlen_k": seqlen if seqlen_k is None else seqlen_k,
-            "head_dim": head_dim,
-            "head_dim_v": head_dim if head_dim_v is None else head_dim_v,
-            "dtype": dtype,
-            "op": op,
-            "deterministic": deterministic,
-        }
-    )
+    packed = {"lengths": lengths, "lengths_q": lengths_q, "lengths_k": lengths_k}
+    defaulted = ("batch", "seqlen_q", "seqlen_k") if any(packed.values()) else ()
+    values = {
+        "pattern": pattern,
+        "batch": batch,
+        "heads_q": heads,
+        "heads_kv": heads if heads_kv is None else heads_kv,
+        "seqlen_q": seqlen,
+        "seqlen_k": seqlen if seqlen_k is None else seqlen_k,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim if head_dim_v is None else head_dim_v,
+        "dtype": dtype,
+        "op": op,
+        "deterministic": deterministic,
+    }
+    left_out = [n for n in defaulted if not _given(ctx, n.removesuffix("_q"))]
+    return Workload.from_dict({**{k: v for k, v in values.items() if k not in left_out}, **packed})
+
+
+def _given(ctx: typer.Context, name: str) -> bool:
+    """Tell whether an option was written, and is not its default."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def workloads_from(ctx: typer.Context, file: Path | None, single: Callable[[], Workload]) -> list[NamedWorkload]:
@@ -116,8 +139,7 @@ def workloads_from(ctx: typer.Context, file: Path | None, single: Callable[[], W
         workload = single()
         return [NamedWorkload(workload.label, workload)]
     for name in _WORKLOAD_OPTIONS:
-        source = ctx.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if _given(ctx, name):
             option = "--" + name.replace("_", "-")
             raise InputError(f"{file} and {option} are both given; name workloads by file or by options, not both")
     return workload_file.load(file)

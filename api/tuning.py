@@ -32,6 +32,9 @@ def tune(
     heads_kv: o.HeadsKvOption = None,
     seqlen: o.SeqlenOption = 4096,
     seqlen_k: o.SeqlenKOption = None,
+    lengths: o.LengthsOption = None,
+    lengths_q: o.LengthsQOption = None,
+    lengths_k: o.LengthsKOption = None,
     head_dim: o.HeadDimOption = 128,
     head_dim_v: o.HeadDimVOption = None,
     dtype: o.DtypeOption = "bfloat16",
@@ -62,7 +65,9 @@ def tune(
         ctx,
         file,
         lambda: o.workload_from(
-            pattern, batch, heads, heads_kv, seqlen, seqlen_k, head_dim, head_dim_v, dtype, op, deterministic
+            ctx,
+            *(pattern, batch, heads, heads_kv, seqlen, seqlen_k, head_dim, head_dim_v, dtype, op, deterministic),
+            *(lengths, lengths_q, lengths_k),
         ),
     )
     study_settings = StudySettings(

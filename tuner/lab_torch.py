@@ -2,19 +2,21 @@
 
 Inputs are standard normal; q, k and v are stored (batch, seqlen, heads, head_dim), as FA4 wants
 them and as a model's projections leave them. A backward also gets dout, drawn likewise, and what its
-forward left: out and the log-sum-exp of the scores, computed by the reference and rounded. Both directions
-together get these too, and overwrite them.
+forward left: out and the log-sum-exp of the scores, computed by the reference and rounded. Of a varlen
+workload the sequences lie one behind the other, and their offsets come with the inputs. Both directions
+together get out and the log-sum-exp, too, and overwrite them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
 
-from tuner import measure, reference
+from tuner import lengths, measure, reference
 from tuner.config import Config
 from tuner.families import load
 from tuner.families.base import Kernel, Room
@@ -40,6 +42,18 @@ _THROTTLE_NAMES = (
 
 
 @dataclass(eq=False)
+class Packed:
+    """Where the sequences of a set of varlen inputs lie: ``workload`` has their lengths.
+
+    ``cu_seqlens_q`` and ``cu_seqlens_k`` are int32 (batch + 1,): each sequence's first row, and the end.
+    """
+
+    workload: Workload
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+
+
+@dataclass(eq=False)
 class Inputs:
     """One set of tensors of a call; ``out`` is for kernels that write where they are told."""
 
@@ -47,6 +61,7 @@ class Inputs:
     k: torch.Tensor
     v: torch.Tensor
     out: torch.Tensor
+    packed: Packed | None = field(default=None, kw_only=True)  # of varlen
 
     returns: ClassVar[tuple[str, ...]] = ("out",)  # the names of what a kernel returns, in order
 
@@ -57,8 +72,8 @@ class Inputs:
 
     @property
     def bytes(self) -> int:
-        tensors = [getattr(self, f.name) for f in fields(self)]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        values = [getattr(self, f.name) for f in fields(self)]
+        return sum(t.numel() * t.element_size() for t in values if isinstance(t, torch.Tensor))
 
 
 @dataclass(eq=False)
@@ -109,12 +124,14 @@ class TorchLab:
         self._sets = [one] + [make_inputs(workload, self._device, i) for i in range(1, count)]
 
     def draw(self, seed: int) -> Inputs:
-        loud = _LOUD if self._draws % 2 else 1.0
+        workload, loud = self._workload, 1.0
+        if self._draws % 2:
+            workload, loud = _ragged(workload, seed), _LOUD
         self._draws += 1
-        return make_inputs(self._workload, self._device, seed, loud)
+        return make_inputs(workload, self._device, seed, loud)
 
     def reference(self, inputs: Inputs) -> torch.Tensor | dict[str, torch.Tensor]:
-        i, w = inputs, self._workload
+        i, w = inputs, inputs.packed.workload if inputs.packed else self._workload
         gradients = reference.gradients(i.q, i.k, i.v, i.dout, w) if isinstance(i, BackwardInputs) else {}
         if "out" not in i.returns:
             return gradients
@@ -187,22 +204,42 @@ def make_inputs(workload: Workload, device: str, seed: int, loud: float = 1.0) -
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device, generator=generator, dtype=torch.float32).to(dtype)
 
-    q = normal(w.batch, w.seqlen_q, w.heads_q, w.head_dim).mul_(loud)
-    k = normal(w.batch, w.seqlen_k, w.heads_kv, w.head_dim)
-    v = normal(w.batch, w.seqlen_k, w.heads_kv, w.head_dim_v)
+    packed = _packed(w, device) if w.layout == "varlen" else None
+    rows_q, rows_k = ((w.total_q,), (w.total_k,)) if packed else ((w.batch, w.seqlen_q), (w.batch, w.seqlen_k))
+    q = normal(*rows_q, w.heads_q, w.head_dim).mul_(loud)
+    k = normal(*rows_k, w.heads_kv, w.head_dim)
+    v = normal(*rows_k, w.heads_kv, w.head_dim_v)
     if w.op == "fwd":
-        return Inputs(q, k, v, torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim_v, device=device, dtype=dtype))
+        out = torch.empty(*rows_q, w.heads_q, w.head_dim_v, device=device, dtype=dtype)
+        return Inputs(q, k, v, out, packed=packed)
     return (BackwardInputs if w.op == "bwd" else JointInputs)(
         q,
         k,
         v,
         out=reference.attention(q, k, v, w).to(dtype),
         lse=reference.log_sum_exp(q, k, v, w).float(),
-        dout=normal(w.batch, w.seqlen_q, w.heads_q, w.head_dim_v),
+        dout=normal(*rows_q, w.heads_q, w.head_dim_v),
         dq=torch.empty_like(q),
         dk=torch.empty_like(k),
         dv=torch.empty_like(v),
+        packed=packed,
     )
+
+
+def _packed(workload: Workload, device: str) -> Packed:
+    def offsets(given: tuple[int, ...]) -> torch.Tensor:
+        return torch.tensor([0, *accumulate(given)], dtype=torch.int32, device=device)
+
+    return Packed(workload, offsets(workload.lengths_q), offsets(workload.lengths_k))
+
+
+def _ragged(workload: Workload, seed: int) -> Workload:
+    """Return a varlen workload with other lengths, since a kernel may be right for those it was timed on alone."""
+    w = workload
+    if w.layout == "dense":
+        return w
+    other_q, other_k = lengths.ragged(w.lengths_q, w.lengths_k, bool(w.pattern.masks), seed)
+    return w.with_(lengths_q=other_q, lengths_k=other_k)
 
 
 def first_call(kernel: Kernel, workload: Workload, device: str) -> None:

@@ -37,7 +37,7 @@ class MatchKind(enum.StrEnum):
     """How an answer was found, best first."""
 
     EXACT = "exact"  # the same workload
-    BUCKET = "bucket"  # the same, with batch and both seqlens rounded up to powers of two
+    BUCKET = "bucket"  # the same, with batch and both seqlens (of varlen also all tokens) rounded up to powers of two
     NEAREST = "nearest"  # the same kind of workload, other sizes or pattern parameters
     DEFAULT = "default"  # nothing tuned fits
 
@@ -111,9 +111,12 @@ def find(workload: Workload, target: Target, toolchain: Toolchain, policy: str, 
 def distance(a: Workload, b: Workload) -> float:
     """Sum |log2 of the ratio| of batch * heads_q, seqlen_q, seqlen_k and the pattern's parameters.
 
+    Of two varlen workloads also of all their queries and all their keys; seqlens are the longest there.
     Means something only between workloads whose patterns have the same names.
     """
     pairs = [(a.batch * a.heads_q, b.batch * b.heads_q), (a.seqlen_q, b.seqlen_q), (a.seqlen_k, b.seqlen_k)]
+    if "varlen" == a.layout == b.layout:
+        pairs += [(a.total_q, b.total_q), (a.total_k, b.total_k)]
     magnitudes = zip(_magnitudes(a.pattern), _magnitudes(b.pattern), strict=True)
     # rounded, so that two that are equally far tie whatever the order of the float additions
     return round(sum(abs(math.log2(x) - math.log2(y)) for x, y in (*pairs, *magnitudes)), 9)
@@ -144,7 +147,8 @@ def _invariants(w: Workload) -> dict[str, Any]:
 
 
 def _bucket(w: Workload) -> tuple[int | str, ...]:
-    sizes = (_ceil_pow2(n) for n in (w.batch, w.seqlen_q, w.seqlen_k))
+    totals = (w.total_q, w.total_k) if w.layout == "varlen" else ()
+    sizes = (_ceil_pow2(n) for n in (w.batch, w.seqlen_q, w.seqlen_k, *totals))
     return (w.heads_q, str(w.pattern), *sizes)
 
 

@@ -5,13 +5,15 @@ gradients follow by the chain rule, with P = softmax(S) and S = modify(scale * Q
 
     dV = P.T @ dO    dP = dO @ V.T    dS = P * (dP - rowsum(P * dP))    dQ = scale * dS' @ K    dK = scale * dS'.T @ Q
 
-where dS' is dS through the derivative of the modifications, which torch's autograd takes.
+where dS' is dS through the derivative of the modifications, which torch's autograd takes. The sequences of
+a varlen workload are dense ones of a batch of one, computed one after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -20,6 +22,8 @@ from tuner.workload import Workload
 
 _SCORE_BYTES = 1 << 29  # of one chunk of scores
 _GRADIENT_COPIES = 6  # scores, modified and masked scores, P, dP and dS of a chunk live side by side
+
+_NAMES = ("dq", "dk", "dv")
 
 Tensor = torch.Tensor
 
@@ -44,11 +48,16 @@ class _Chunk:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, workload: Workload) -> Tensor:
-    """Return the output, (batch, seqlen_q, heads_q, head_dim_v), in float32 or better.
+    """Return the output, (batch, seqlen_q, heads_q, head_dim_v), in float32 or better; of varlen, (total_q, ...).
 
     The softmax scale is head_dim ** -0.5. A row that sees nothing is zero.
     """
     w = workload
+    if w.layout == "varlen":
+        out = torch.zeros(w.total_q, w.heads_q, w.head_dim_v, dtype=_wide(q), device=q.device)
+        for one, rows, keys in _sequences(w):
+            out[rows] = attention(q[None, rows], k[None, keys], v[None, keys], one)[0]
+        return out
     keep, modify = pattern_torch.mask_mod(w, q.device), pattern_torch.score_mod(w)
     out = torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim_v, dtype=_wide(q), device=q.device)
     for c in _chunks(q, k, v, w, _SCORE_BYTES):
@@ -58,8 +67,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, workload: Workload) -> Tensor:
 
 
 def log_sum_exp(q: Tensor, k: Tensor, v: Tensor, workload: Workload) -> Tensor:
-    """Return log(sum(exp(score))) of every row, (batch, heads_q, seqlen_q); -inf where a row sees nothing."""
+    """Return log(sum(exp(score))) of every row, (batch, heads_q, seqlen_q); -inf where a row sees nothing.
+
+    Of varlen it is (heads_q, total_q), as FA4 has it.
+    """
     w = workload
+    if w.layout == "varlen":
+        lse = torch.full((w.heads_q, w.total_q), float("-inf"), dtype=_wide(q), device=q.device)
+        for one, rows, keys in _sequences(w):
+            lse[:, rows] = log_sum_exp(q[None, rows], k[None, keys], v[None, keys], one)[0]
+        return lse
     keep, modify = pattern_torch.mask_mod(w, q.device), pattern_torch.score_mod(w)
     lse = torch.empty(w.batch, w.heads_q, w.seqlen_q, dtype=_wide(q), device=q.device)
     for c in _chunks(q, k, v, w, _SCORE_BYTES):
@@ -77,6 +94,15 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, workload: Workload)
         PatternError: if a score modification captures a tensor that wants a gradient.
     """
     w, wide, scale = workload, _wide(q), workload.head_dim**-0.5
+    if w.layout == "varlen":
+        out = {
+            name: torch.zeros(t.shape, dtype=wide, device=t.device) for name, t in zip(_NAMES, (q, k, v), strict=True)
+        }
+        for one, rows, keys in _sequences(w):
+            found = gradients(q[None, rows], k[None, keys], v[None, keys], dout[None, rows], one)
+            for name, side in zip(_NAMES, (rows, keys, keys), strict=True):
+                out[name][side] = found[name][0]
+        return out
     keep = pattern_torch.mask_mod(w, q.device)
     modify = pattern_torch.refuse_captured_gradients(pattern_torch.score_mod(w))
     dq, dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (q, k, v))
@@ -94,6 +120,15 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, workload: Workload)
         dq[c.batch, c.rows, c.heads] = (ds @ c.keys * scale).transpose(0, 1)
         dk[c.batch, :, c.kv_head] += (ds.transpose(1, 2) @ c.queries).sum(0) * scale
     return {"dq": dq, "dk": dk, "dv": dv}
+
+
+def _sequences(workload: Workload) -> Iterator[tuple[Workload, slice, slice]]:
+    """Yield each sequence as a dense workload, with its rows of q and of k; empty ones have nothing to compute."""
+    ends_q, ends_k = accumulate(workload.lengths_q), accumulate(workload.lengths_k)
+    for (n, m), end_q, end_k in zip(workload.sequences, ends_q, ends_k, strict=True):
+        if n and m:
+            one = workload.with_(layout="dense", batch=1, seqlen_q=n, seqlen_k=m)
+            yield one, slice(end_q - n, end_q), slice(end_k - m, end_k)
 
 
 def _wide(t: Tensor) -> torch.dtype:

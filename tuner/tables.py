@@ -269,11 +269,13 @@ def workload_of_key(key: str) -> Workload:
     if version != KEY_VERSION or len(fields) != 12 or not all(map(str.startswith, fields, prefixes)):
         raise InputError(f"workload is {key!r:.80}; it must be a workload's key, as {KEY_VERSION}|fwd|bfloat16|b2|...")
     op, dtype, *sizes, layout, deterministic, pattern = (f[len(p) :] for f, p in zip(fields, prefixes, strict=True))
+    layout, _, sequences = layout.rstrip(")").partition("(")
+    # one side stands for both
+    sides = zip(("lengths_q", "lengths_k"), (sequences.split(";") * 2)[:2], strict=True) if sequences else ()
     names = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
     try:
         shape = {name: int(size) for name, size in zip(names, sizes, strict=True)}
     except ValueError:
         raise InputError(f"workload is {key!r:.80}; its sizes must be whole numbers") from None
-    return Workload.from_dict(
-        {**shape, "op": op, "dtype": dtype, "layout": layout, "deterministic": deterministic == "1", "pattern": pattern}
-    )
+    others = {"op": op, "dtype": dtype, "layout": layout, "deterministic": deterministic == "1", "pattern": pattern}
+    return Workload.from_dict({**shape, **others, **dict(sides)})

@@ -6,14 +6,21 @@ v is (batch, seqlen_k, heads_kv, head_dim_v), out is (batch, seqlen_q, heads_q, 
     >>> w = Workload(batch=2, heads_q=16, heads_kv=16, seqlen_q=1024, seqlen_k=1024, head_dim=128)
     >>> w.key
     'w1|fwd|bfloat16|b2|hq16|hkv16|sq1024|sk1024|d128|dv128|dense|det0|full'
+
+In the layout ``varlen`` the sequences lie one behind the other, with no batch axis and no padding: q is
+(total_q, heads_q, head_dim), k and v (total_k, heads_kv, ...). ``lengths_q`` and ``lengths_k`` have one
+length for each of ``batch`` sequences, ``seqlen_q`` and ``seqlen_k`` are the longest. A pattern holds
+within each sequence, aligned at its end. A sequence may be empty.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from tuner import lengths
 from tuner.errors import WorkloadError
 from tuner.pattern import Pattern, document_lengths, parse
 
@@ -24,6 +31,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 LAYOUTS = ("dense", "varlen")
 MAX_SIZE = 1 << 24  # of batch, heads and seqlens: counting pairs and drawing documents loops over them
+_ENDS_ALIGNED = {"causal", "sliding_window"}  # under these, queries that outnumber the keys would see nothing
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,8 @@ class Workload:
     pattern: Pattern = field(default_factory=Pattern)
     layout: str = "dense"
     deterministic: bool = False
+    lengths_q: tuple[int, ...] = ()  # of varlen
+    lengths_k: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.head_dim_v) is int and self.head_dim_v == 0:
@@ -65,22 +75,73 @@ class Workload:
         for name, known in (("op", OPS), ("dtype", DTYPES), ("layout", LAYOUTS)):
             if getattr(self, name) not in known:
                 raise WorkloadError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        self._check_lengths()
         self._check_pattern()
+
+    def _check_lengths(self) -> None:
+        for name, longest in (("lengths_q", "seqlen_q"), ("lengths_k", "seqlen_k")):
+            given = getattr(self, name)
+            if self.layout == "dense":
+                if given != ():
+                    raise WorkloadError(f"{name} is given with layout dense; write layout varlen, or leave it out")
+                continue
+            if not isinstance(given, (list, tuple)) or not given:
+                raise WorkloadError(f"layout varlen needs {name}, one length for each sequence, and got {given!r:.80}")
+            if len(given) != self.batch or len(given) > lengths.MAX_SEQUENCES:
+                limit = f"make them agree, with at most {lengths.MAX_SEQUENCES}"
+                raise WorkloadError(f"{name} has {len(given)} lengths and batch is {self.batch}; {limit}")
+            wrong = next((n for n in given if type(n) is not int or not 0 <= n <= MAX_SIZE), None)
+            if wrong is not None:
+                raise WorkloadError(f"{name} has a length of {wrong!r:.40}; it must be from 0 to {MAX_SIZE}")
+            if max(given) != getattr(self, longest):
+                said = f"{longest} is {getattr(self, longest)}, and the longest of {name} is {max(given)}"
+                raise WorkloadError(f"{said}; make them agree, or leave {longest} out")
+            if sum(given) >= 1 << 31:
+                raise WorkloadError(f"{name} sum to {sum(given)}; offsets are 32-bit: they may sum to {(1 << 31) - 1}")
+            object.__setattr__(self, name, tuple(given))
 
     def _check_pattern(self) -> None:
         document = self.pattern.mask("document")
         if document is not None:
+            if self.layout == "varlen":
+                raise WorkloadError(
+                    f"{document} in layout varlen, which is packed already: make each document a sequence, or use dense"
+                )
             if self.seqlen_q != self.seqlen_k:
                 raise WorkloadError(f"{document} needs seqlen_q == seqlen_k, got {self.seqlen_q} and {self.seqlen_k}")
             document_lengths(document, self.seqlen_k)
         prefix = self.pattern.mask("prefix_lm")
+        if prefix is not None and self.layout == "varlen":
+            raise WorkloadError(f"{prefix} in layout varlen: it needs a BlockMask, which packed calls lack; use dense")
         if prefix is not None and int(prefix["prefix"]) > self.seqlen_k:  # type: ignore[arg-type]
             raise WorkloadError(f"{prefix} is longer than seqlen_k {self.seqlen_k}; shorten it")
-        if self.seqlen_q > self.seqlen_k and self.pattern.mask_names & {"causal", "sliding_window"}:
-            raise WorkloadError(
-                f"seqlen_q {self.seqlen_q} is longer than seqlen_k {self.seqlen_k}: under {self.pattern} the first "
-                "queries would see nothing; use full, or a longer seqlen_k"
-            )
+        if not self.pattern.mask_names & _ENDS_ALIGNED:
+            return
+        for i, (q, k) in enumerate(self.sequences):
+            if q > k:
+                where = f"sequence {i} has {q} queries and {k} keys"
+                if self.layout == "dense":
+                    where = f"seqlen_q {q} is longer than seqlen_k {k}"
+                raise WorkloadError(
+                    f"{where}: under {self.pattern} the first queries would see nothing; use full, or more keys"
+                )
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """Return the (queries, keys) of each varlen sequence; of a dense workload, of the one that all are like."""
+        if self.layout == "dense":
+            return ((self.seqlen_q, self.seqlen_k),)
+        return tuple(zip(self.lengths_q, self.lengths_k, strict=True))
+
+    @property
+    def total_q(self) -> int:
+        """Count the queries of all sequences."""
+        return sum(self.lengths_q) if self.layout == "varlen" else self.batch * self.seqlen_q
+
+    @property
+    def total_k(self) -> int:
+        """Count the keys of all sequences."""
+        return sum(self.lengths_k) if self.layout == "varlen" else self.batch * self.seqlen_k
 
     @property
     def sees_one_key(self) -> bool:
@@ -105,36 +166,57 @@ class Workload:
                 f"sk{self.seqlen_k}",
                 f"d{self.head_dim}",
                 f"dv{self.head_dim_v}",
-                self.layout,
+                self.layout + self._lengths_text(),
                 f"det{int(self.deterministic)}",
                 str(self.pattern),
             )
         )
 
+    def _lengths_text(self) -> str:
+        """Return ``(512*3,100)``, or ``(1*64;8192,300*63)`` where keys differ from queries; empty for dense."""
+        if self.layout == "dense":
+            return ""
+        sides = (self.lengths_q,) if self.lengths_q == self.lengths_k else (self.lengths_q, self.lengths_k)
+        return f"({';'.join(map(lengths.text, sides))})"
+
     @property
     def label(self) -> str:
-        """Short text for people: ``causal b2 h16 s8192 d128``, with the op at the end unless it is a forward."""
+        """Short text for people: ``causal b2 h16 s8192 d128``, with the op at the end unless it is a forward.
+
+        A varlen's has its longest sequence and the sum of all: ``causal b8 h16 varlen s2048 t9120 d128``.
+        """
         heads = f"h{self.heads_q}" if self.heads_q == self.heads_kv else f"h{self.heads_q}/{self.heads_kv}"
         seqlen = f"s{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"s{self.seqlen_q}x{self.seqlen_k}"
+        if self.layout == "varlen":
+            tokens = f"t{self.total_q}" if self.lengths_q == self.lengths_k else f"t{self.total_q}x{self.total_k}"
+            seqlen = f"varlen {seqlen} {tokens}"
         dim = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}/{self.head_dim_v}"
         return f"{self.pattern} b{self.batch} {heads} {seqlen} {dim}" + ("" if self.op == "fwd" else f" {self.op}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; ``from_dict`` gives the same workload back."""
-        return {**asdict(self), "pattern": str(self.pattern)}
+        out = {**asdict(self), "pattern": str(self.pattern)}
+        for name in ("lengths_q", "lengths_k"):
+            given = out.pop(name)
+            if self.layout == "varlen":
+                out[name] = list(given)
+        return out
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Workload:
-        """Build from plain values.
+        """Build from plain values. Lengths may be in any form of ``tuner.lengths``; ``lengths`` gives both.
+
+        With lengths, batch and seqlens that are left out follow from them, and the layout is varlen.
 
         Raises:
             WorkloadError: for an unknown or missing field, or an impossible value.
             PatternError: for a pattern that cannot be read.
         """
-        known = {f.name for f in fields(cls)}
+        known = {f.name for f in fields(cls)} | {"lengths"}
         unknown = sorted(set(values) - known)
         if unknown:
             raise WorkloadError(f"unknown workload field {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        values = lengths.fill(values)
         needed = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
         missing = [n for n in needed if n not in values]
         if missing:
@@ -143,16 +225,22 @@ class Workload:
         return cls(**{**values, "pattern": pattern if isinstance(pattern, Pattern) else parse(pattern)})
 
     def with_(self, **changes: Any) -> Workload:
-        """Return a copy with some fields changed."""
+        """Return a copy with some fields changed; new lengths bring their batch, seqlens and layout."""
+        if "lengths_q" in changes or "lengths_k" in changes:
+            given = {name: changes.get(name, getattr(self, name)) for name in ("lengths_q", "lengths_k")}
+            changes = lengths.fill({**changes, **given})
+        elif changes.get("layout", "varlen") == "dense":
+            changes = {**changes, "lengths_q": (), "lengths_k": ()}
         return replace(self, **changes)
 
     def visible_pairs(self) -> int:
-        """Count the (query, key) pairs that take part, for one batch entry and one head."""
-        sq, sk = self.seqlen_q, self.seqlen_k
-        shift = sk - sq
-        names = self.pattern.mask_names
-        if "document" in names:
+        """Count the (query, key) pairs that take part, for one head and one batch entry; of varlen, in all."""
+        if self.pattern.mask("document"):
             return self._visible_in_documents()
+        return sum(times * self._visible(sq, sk) for (sq, sk), times in Counter(self.sequences).items())
+
+    def _visible(self, sq: int, sk: int) -> int:
+        shift, names = sk - sq, self.pattern.mask_names
         if "sliding_window" in names:
             window = _int_of(self.pattern, "sliding_window", "window")
             return sum(min(window, i + shift + 1) for i in range(sq))
@@ -187,7 +275,8 @@ class Workload:
         Backward counts 2.5 times the forward (five matrix products instead of two), as the
         FlashAttention papers do; both together 3.5 times.
         """
-        forward = 2 * self.batch * self.heads_q * self.visible_pairs() * (self.head_dim + self.head_dim_v)
+        entries = self.batch if self.layout == "dense" else 1  # the pairs of varlen are of all its sequences
+        forward = 2 * entries * self.heads_q * self.visible_pairs() * (self.head_dim + self.head_dim_v)
         return {"fwd": forward, "bwd": forward * 5 // 2, JOINT_OP: forward * 7 // 2}[self.op]
 
 

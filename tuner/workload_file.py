@@ -13,6 +13,9 @@ Owns the file's grammar; what a workload may be is ``tuner.workload``'s.
     head_dim = 128
     pattern = ["causal", "sliding_window(1024)"]
 
+Packed sequences have ``lengths`` (or ``lengths_q`` and ``lengths_k``) and no seqlen: a list, a text as
+"512,1024*3", or "mean=2048,seed=0" beside batch.
+
 Lists may stand for seqlen, pattern, head_dim, batch and dtype; several make their product, and each
 workload's name tells which: ``prefill[seqlen=1024,pattern=causal]``.
 """
@@ -34,8 +37,10 @@ _INTS = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "he
 _TYPES: dict[str, type] = {
     **dict.fromkeys(_INTS, int),
     **dict.fromkeys(("op", "dtype", "pattern", "layout"), str),
+    **dict.fromkeys(("lengths", "lengths_q", "lengths_k"), str),
     "deterministic": bool,
 }
+_LENGTHS = ("lengths", "lengths_q", "lengths_k")
 _TYPE_TEXT = {int: "a whole number", str: "a text in quotes", bool: "true or false"}
 _LISTS = ("seqlen", "pattern", "head_dim", "batch", "dtype")
 _SHORT = {"seqlen": ("seqlen_q", "seqlen_k"), "heads": ("heads_q", "heads_kv"), "tokens": ("batch",)}
@@ -93,7 +98,7 @@ def _workloads(path: Path, number: int, table: dict[str, Any], defaults: dict[st
     where = f"{path}: workload {name!r}"
     _check_table(own, where)
     merged = _merge(defaults, own)
-    axes = {k: v for k, v in merged.items() if isinstance(v, list)}
+    axes = {k: v for k, v in merged.items() if isinstance(v, list) and k not in _LENGTHS}
     for values in product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
         suffix = f"[{','.join(f'{k}={v}' for k, v in chosen.items())}]" if chosen else ""
@@ -107,6 +112,8 @@ def _workloads(path: Path, number: int, table: dict[str, Any], defaults: dict[st
 def _check_table(table: dict[str, Any], where: str) -> None:
     for key, value in table.items():
         _known(key, tuple(_TYPES), f"{where} key")
+        if key in _LENGTHS and isinstance(value, list):
+            continue  # Workload says what is wrong with them
         kind, many = _TYPES[key], isinstance(value, list) and key in _LISTS
         if many and not value:
             raise WorkloadError(f"{where}: {key} is an empty list; give it a value")
@@ -132,6 +139,9 @@ def _merge(defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         elif short in merged and any(n in own for n in longs):
             value = merged.pop(short)
             merged |= {n: value for n in longs}
+    if any(n in own for n in _LENGTHS):  # they say how long and, but for drawn ones, how many
+        replaced = {"tokens", "seqlen", "seqlen_q", "seqlen_k", *_LENGTHS}
+        merged = {k: v for k, v in merged.items() if k not in replaced}
     return merged | own
 
 
@@ -141,6 +151,8 @@ def _long_form(values: dict[str, Any]) -> dict[str, Any]:
     for short in ("seqlen", "heads"):
         if short in out:
             out |= dict.fromkeys(_SHORT[short], out.pop(short))
+    if "tokens" in out and any(n in out for n in _LENGTHS):
+        raise WorkloadError("tokens and lengths contradict each other: lengths say how many tokens there are; drop one")
     if "tokens" in out:
         tokens = out.pop("tokens")
         if tokens < 1:

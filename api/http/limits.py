@@ -15,13 +15,15 @@ from starlette.types import Message, Receive
 
 from api.http.problems import RETRY_AFTER_S, Problem
 from tuner.errors import InputError
+from tuner.lengths import MAX_SEQUENCES
 from tuner.pattern import parse
 
 MAX_BODY_BYTES = 1 << 20
 MAX_DEPTH = 8  # of a job: its workloads, one of them, its values
 MAX_PATTERN = 16_384  # characters; splitting takes time quadratic in it
+MAX_LENGTHS = 16_384  # characters of a text of lengths; a list may be longer
 MAX_MARKS = 32  # & and + in one pattern
-MAX_DOCUMENTS = 1_000_000  # that the workloads of one request draw together: about a second
+MAX_DOCUMENTS = 1_000_000  # documents and sequences that the workloads of one request draw together: about a second
 MAX_STREAMS = 200
 _BUCKETS = 10_000
 
@@ -75,21 +77,24 @@ async def json_body(request: Request) -> dict[str, Any]:
 
 
 def check_cost(workloads: object) -> None:
-    """Refuse workloads whose patterns would take long to read: called before they are read.
+    """Refuse workloads whose patterns and lengths would take long to read: called before they are read.
 
     Raises:
         Problem: 422, naming the limit.
     """
     documents = 0.0
     for workload in workloads if isinstance(workloads, list) else []:
-        pattern = workload.get("pattern") if isinstance(workload, dict) else None
+        if not isinstance(workload, dict):
+            continue
+        documents += _sequences(workload)
+        pattern = workload.get("pattern")
         if not isinstance(pattern, str):
             continue
         if len(pattern) > MAX_PATTERN or pattern.count("&") + pattern.count("+") > MAX_MARKS:
             raise Problem(422, f"a pattern has at most {MAX_PATTERN} characters and {MAX_MARKS} of & and +")
         documents += _documents(pattern, workload.get("seqlen_k"))
     if documents > MAX_DOCUMENTS:
-        raise Problem(422, f"the patterns draw more than {MAX_DOCUMENTS} documents; raise mean, or split the job")
+        raise Problem(422, f"more than {MAX_DOCUMENTS} documents and sequences are drawn; raise mean, or split the job")
 
 
 class Rates:
@@ -138,6 +143,19 @@ def _documents(pattern: str, seqlen: object) -> float:
     params = dict(document.params) if document else {}
     mean = params.get("mean")
     return seqlen / mean if isinstance(mean, int) and type(seqlen) is int and seqlen < 1 << 32 else 0
+
+
+def _sequences(workload: dict[str, Any]) -> float:
+    """Return how many sequences a workload's texts of lengths write out; too many of one are refused anyway."""
+    texts = [t for name in ("lengths", "lengths_q", "lengths_k") if isinstance(t := workload.get(name), str)]
+    if any(len(t) > MAX_LENGTHS for t in texts):
+        raise Problem(422, f"lengths have at most {MAX_LENGTHS} characters; count repetitions, as 512*3")
+    batch = workload.get("batch")
+    drawn = batch if type(batch) is int else 0
+    counted = (
+        drawn if "=" in t else t.count(",") + sum(int(n) for n in re.findall(r"[*] *([0-9]{1,9})", t)) for t in texts
+    )
+    return sum(min(MAX_SEQUENCES, n) for n in counted)
 
 
 def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

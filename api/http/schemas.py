@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.config import JsonDict
 
-from api.http.limits import MAX_PATTERN
+from api.http.limits import MAX_LENGTHS, MAX_PATTERN
 from db.values import JobState
 from tuner.job import MAX_NAME, MAX_STEP_S, MAX_WORKLOADS
+from tuner.lengths import MAX_SEQUENCES
 from tuner.lookup import MatchKind
 from tuner.spec import MAX_SECONDS, MIN_SECONDS, StudySettings
 from tuner.target import Toolchain
@@ -23,6 +24,18 @@ from tuner.trial import Verdict
 from tuner.workload import DTYPE_SHORT, DTYPES, LAYOUTS, MAX_SIZE, OPS
 
 Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
+Lengths = (
+    Annotated[
+        str,
+        Field(
+            max_length=MAX_LENGTHS,
+            description="One length for each of batch packed sequences, or how to draw them.",
+            examples=["512,1024*3", "mean=2048,seed=0"],
+        ),
+    ]
+    | Annotated[list[Annotated[int, Field(ge=0, le=MAX_SIZE)]], Field(max_length=MAX_SEQUENCES)]
+    | None
+)
 Scope = Literal["read", "submit", "worker", "admin"]
 ARCH = "^(cpu|fake|sm_[0-9]{2,3}a?)$"
 
@@ -37,14 +50,18 @@ class _Exact(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+_FOLLOWS: Any = None  # a default that says nothing of the type: with lengths it follows from them, without it is needed
+DenseSize = Annotated[Size, Field(description="Needed, unless it follows from lengths.")]
+
+
 class WorkloadFields(_Exact):
     """One attention problem, as in ``tuner.workload``."""
 
-    batch: Size
+    batch: DenseSize = _FOLLOWS
     heads_q: Size
     heads_kv: Size
-    seqlen_q: Size
-    seqlen_k: Size
+    seqlen_q: DenseSize = _FOLLOWS
+    seqlen_k: DenseSize = _FOLLOWS
     head_dim: Annotated[int, Field(ge=8, le=512, multiple_of=8)]
     head_dim_v: Annotated[int, Field(ge=0, le=512, multiple_of=8, description="0: as head_dim.")] = 0
     op: Annotated[str, _one_of(OPS)] = "fwd"
@@ -60,6 +77,9 @@ class WorkloadFields(_Exact):
     ] = "full"
     layout: Annotated[str, _one_of(LAYOUTS)] = "dense"
     deterministic: bool = False
+    lengths: Annotated[Lengths, Field(description="Of queries and keys alike; makes the layout varlen.")] = None
+    lengths_q: Lengths = None
+    lengths_k: Lengths = None
 
 
 class WorkloadBody(WorkloadFields):

@@ -65,7 +65,10 @@ SHAPES: list[dict[str, Any]] = [
     {"op": "fwd+bwd"},
     {"op": "fwd+bwd", "head_dim": 128, "heads_kv": 1, "deterministic": True},
     {"op": "fwd+bwd", "head_dim": 256, "head_dim_v": 256},
-    {"layout": "varlen"},
+    {"layout": "varlen", "batch": 3, "lengths_q": (77, 0, 512), "lengths_k": (77, 0, 512)},
+    {"layout": "varlen", "batch": 2, "lengths_q": (9, 512), "lengths_k": (9, 512), "op": "bwd", "heads_kv": 1},
+    {"layout": "varlen", "batch": 64, "seqlen_q": 1, "lengths_q": (1,) * 64, "lengths_k": (512,) + (60,) * 63},
+    {"layout": "varlen", "batch": 2, "lengths_q": (9, 512), "lengths_k": (9, 512), "op": "fwd+bwd"},
     {"seqlen_q": 1, "batch": 64, "heads_kv": 1},
 ]
 BASE: dict[str, Any] = {"batch": 2, "heads_q": 4, "heads_kv": 4, "seqlen_q": 512, "seqlen_k": 512, "head_dim": 64}
@@ -73,7 +76,9 @@ BASE: dict[str, Any] = {"batch": 2, "heads_q": 4, "heads_kv": 4, "seqlen_q": 512
 
 def _workloads() -> Iterator[Workload]:
     for pattern, shape in itertools.product(PATTERNS, SHAPES):
-        if not ("document" in pattern and "seqlen_q" in shape):  # packed documents are as long as the keys
+        if "document" in pattern and "seqlen_q" in shape:  # packed documents are as long as the keys
+            continue
+        if not ("layout" in shape and ("document" in pattern or "prefix_lm" in pattern)):  # refused by Workload
             yield Workload(**{**BASE, **shape}, pattern=parse(pattern))
 
 
@@ -195,6 +200,35 @@ def test_the_default_is_what_pytorch_ships(arch: str, pattern: str, dtype: str, 
     target = next(t for t in TARGETS if t.arch == arch)
     able, _ = families.able(Workload(**BASE, dtype=dtype, pattern=parse(pattern)), target)
     assert able[0].name == default
+
+
+@pytest.mark.parametrize(
+    ("arch", "pattern", "op", "able"),
+    [
+        ("sm_90a", "sliding_window(200)", "fwd", ["torch_varlen", "fa4_fwd_sm90"]),
+        ("sm_90a", "causal", "bwd", ["torch_varlen", "fa4_bwd_sm90"]),
+        ("sm_90a", "causal + softcap(20) + alibi", "fwd", ["fa4_fwd_sm90"]),  # PyTorch ships nothing for it
+        ("sm_100a", "causal", "fwd", ["torch_varlen"]),
+        ("sm_80", "full", "bwd", ["torch_varlen"]),
+        ("cpu", "causal", "bwd", ["sdpa_cpu"]),
+        ("fake", "causal", "fwd", ["fake"]),
+    ],
+)
+def test_who_computes_packed_sequences(arch: str, pattern: str, op: str, able: list[str]) -> None:
+    target = next(t for t in TARGETS if t.arch == arch)
+    workload = Workload(**BASE, pattern=parse(pattern), op=op).with_(lengths_q=[512, 9], lengths_k=[512, 9])
+    found, refused = families.able(workload, target)
+    assert [f.name for f in found] == able
+    assert all("varlen" in refused[n] for n in ("cudnn", "flex_triton") if arch in ("sm_80", "sm_90a", "sm_100a"))
+
+
+def test_packed_sequences_take_no_block_mask() -> None:
+    workload = Workload(**BASE, pattern=parse("causal")).with_(lengths_q=[512, 9], lengths_k=[512, 9])
+    family = families.load("fa4_fwd_sm90")
+    assert family.space(workload)["mask"] == ("native",)
+    assert family.space(workload.with_(layout="dense"))["mask"] == ("native", "block")
+    config = Config.make("fa4_fwd_sm90", 1, **{**dict(family.first(workload)[0].params), "mask": "block"})
+    assert "a BlockMask is of sequences of one length" in family.feasible(config, workload, named("sm_90a"))
 
 
 def test_stock_is_one_config_of_the_family_that_always_runs(family: KernelFamily) -> None:

@@ -348,16 +348,58 @@ def asked(workload: Workload = WORKLOAD, toolchain: Toolchain = TOOLCHAIN, **mor
     return {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in values.items()}
 
 
+PACKED = WORKLOAD.with_(lengths_q=[512, 7, 7], lengths_k=[512, 7, 7])
+
+
+def test_packed_sequences_are_looked_up_by_any_form_of_their_lengths(client: TestClient, store: Store) -> None:
+    publish(store, PACKED)
+    bare = {
+        k: v for k, v in asked(PACKED).items() if k not in ("batch", "seqlen_q", "seqlen_k", "lengths_q", "lengths_k")
+    }
+    for more in (
+        {"lengths": "512,7*2"},
+        {"lengths_q": "512,7,7", "lengths_k": "[512, 7, 7]"},
+        {"lengths": "512,7*2", "batch": 3},
+    ):
+        body = client.get("/v1/configs", params={**bare, **more}).json()
+        assert (body["kind"], body["workload"]) == ("exact", PACKED.to_dict())
+    for more, says in (
+        ({"lengths": "512,7*2", "batch": 2}, "lengths_q has 3 lengths and batch is 2"),
+        ({"lengths": "512", "layout": "dense"}, "lengths_q is given with layout dense"),
+        ({"lengths": "many"}, "lengths is 'many'; write numbers as"),
+        ({"lengths_q": "512"}, "lengths_k is missing beside lengths_q"),
+        ({}, "workload field batch is missing"),
+    ):
+        answer = client.get("/v1/configs", params={**bare, "layout": "varlen", **more})
+        assert answer.status_code == 422
+        assert says in answer.json()["detail"]
+
+
+def test_a_job_takes_packed_sequences_and_stores_their_lengths(client: TestClient) -> None:
+    shape = {"heads_q": 4, "heads_kv": 4, "head_dim": 64, "pattern": "causal"}
+    drawn = {**shape, "batch": 3, "lengths": "mean=512,seed=1"}
+    answer = client.post("/v1/jobs", json={"arch": "sm_90a", "workloads": [drawn]})
+    assert answer.status_code == 202
+    stored = client.get(f"/v1/jobs/{answer.json()['id']}").json()["items"][0]["workload"]
+    assert (stored["layout"], stored["lengths_q"], stored["seqlen_q"]) == ("varlen", [393, 320, 517], 517)
+    many = [{**shape, "lengths": f"{n}*100000"} for n in range(1, 12)]
+    answer = client.post("/v1/jobs", json={"arch": "sm_90a", "workloads": many})
+    assert (answer.status_code, "more than 1000000 documents and sequences" in answer.text) == (422, True)
+
+
 def test_a_lookup_gives_what_the_rules_give(client: TestClient, store: Store) -> None:
     for batch in (2, 3, 16):
         publish(store, WORKLOAD.with_(batch=batch), config=Config.make("fake", 1, tile_m=batch))
     publish(store, WORKLOAD.with_(batch=5), policy="eager")
+    publish(store, PACKED)
     kinds = set()
     for workload in (
         *(WORKLOAD.with_(batch=b) for b in (2, 3, 4, 5, 64, 4096)),
         WORKLOAD.with_(head_dim=128, head_dim_v=128),
         WORKLOAD.with_(heads_kv=2),
         WORKLOAD.with_(seqlen_k=600),
+        PACKED,
+        PACKED.with_(lengths_q=[500, 20, 9], lengths_k=[500, 20, 9]),
     ):
         for toolchain in (TOOLCHAIN, replace(TOOLCHAIN, torch="9.9")):
             body = client.get("/v1/configs", params=asked(workload, toolchain)).json()

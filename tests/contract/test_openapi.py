@@ -131,6 +131,7 @@ def test_the_schema_and_the_validator_know_the_same_fields_and_defaults() -> Non
     read = JobRequest.from_dict({"workloads": [W]}).to_dict()
     (mine,), (theirs,) = described.pop("workloads"), read.pop("workloads")
     assert described == read
+    assert [mine.pop(name) for name in ("lengths", "lengths_q", "lengths_k")] == [None] * 3  # of packed sequences alone
     assert mine | {"name": None, "head_dim_v": 0} == theirs | {"name": None, "head_dim_v": 0}
 
 

@@ -176,7 +176,6 @@ def test_the_block_mask_follows_the_tiles() -> None:
         ({}, ""),
         ({"op": "fwd"}, "computes bwd, not fwd"),
         ({"dtype": "float32"}, "computes bfloat16 and float16, not float32"),
-        ({"layout": "varlen"}, "has no varlen layout here yet"),
         ({"head_dim_v": 264}, "head_dim goes to 256, not 264"),
         ({"head_dim": 80}, "pads head_dim to 80, no multiple of 32"),
         ({"head_dim": 96}, ""),

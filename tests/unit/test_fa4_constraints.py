@@ -271,7 +271,6 @@ def test_the_block_mask_follows_the_tiles() -> None:
         ({}, "sm_100a", "needs sm_90a, the target is sm_100a"),
         ({"op": "bwd"}, "sm_90a", "computes fwd, not bwd"),
         ({"dtype": "float32"}, "sm_90a", "not float32"),
-        ({"layout": "varlen"}, "sm_90a", "no varlen layout"),
         ({"head_dim_v": 264}, "sm_90a", "head_dim goes to 256, not 264"),
         ({}, "sm_90a", ""),
     ],

@@ -193,7 +193,7 @@ def test_a_tile_of_256_is_paired_with_an_empty_one_while_pairs_fit_one_wave() ->
     ("changes", "words"),
     [
         ({"dtype": "float32"}, "not float32"),
-        ({"layout": "varlen"}, "no varlen layout"),
+        ({"lengths_q": (8192, 9), "lengths_k": (8192, 9), "layout": "varlen"}, "no varlen layout"),
         ({"head_dim": 136}, "not 136 over 136"),
         ({"head_dim": 192}, "not 192 over 192"),
         ({"head_dim_v": 256}, "not 128 over 256"),

@@ -87,7 +87,7 @@ def test_every_refusal_says_why(c: Config, w: Workload, target: Target, words: s
         ({}, named("cpu"), "needs a GPU"),
         ({}, Target("Tesla T4", "sm_75", 40), "needs sm_80 or newer"),
         ({"op": "bwd"}, A100, ""),
-        ({"layout": "varlen"}, A100, "no varlen layout"),
+        ({"lengths_q": (4096, 9), "lengths_k": (4096, 9), "layout": "varlen"}, A100, "no varlen layout"),
     ],
 )
 def test_what_it_computes_and_where(changes: dict[str, Any], target: Target, words: str) -> None:

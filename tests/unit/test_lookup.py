@@ -27,6 +27,8 @@ TOOLS = Toolchain("580.1", "13.0", "2.11.0", "3.6.0", "4.8.1", "4.0.0b36:0123456
 
 def workload(**changes: Any) -> Workload:
     base = {"batch": 4, "heads_q": 16, "heads_kv": 4, "seqlen_q": 2048, "seqlen_k": 2048, "head_dim": 128}
+    if "lengths" in changes:  # which bring these
+        base = {k: v for k, v in base.items() if k not in ("batch", "seqlen_q", "seqlen_k")}
     return Workload.from_dict({**base, "pattern": "causal", **changes})
 
 
@@ -140,7 +142,7 @@ def test_the_limit_of_the_distance() -> None:
         ({"heads_kv": 8}, "heads_q / heads_kv 2, not 4"),
         ({"head_dim": 64, "head_dim_v": 128}, "head_dim 64, not 128"),
         ({"head_dim_v": 64}, "head_dim_v 64, not 128"),
-        ({"layout": "varlen"}, "layout varlen, not dense"),
+        ({"lengths": "2048*4"}, "layout varlen, not dense"),
         ({"deterministic": True}, "deterministic True, not False"),
         ({"pattern": "full"}, "pattern full, not causal"),
         ({"pattern": "causal + alibi"}, "pattern causal alibi, not causal"),
@@ -155,7 +157,7 @@ def test_another_kind_of_workload_never_matches(tuned: dict[str, Any], says: str
 
 
 def test_the_default_names_the_entry_with_the_fewest_differences() -> None:
-    match = ask(entry(64, dtype="float16", op="bwd"), entry(128, layout="varlen"), entry(192, op="bwd", head_dim=64))
+    match = ask(entry(64, dtype="float16", op="bwd"), entry(128, lengths="2048*4"), entry(192, op="bwd", head_dim=64))
     assert match.reason.endswith("has layout varlen, not dense)")
     assert "op bwd" not in match.reason
 
@@ -277,3 +279,23 @@ def test_imports_nothing_but_the_standard_library() -> None:
     tops = {name.partition(".")[0] for name in out.split()}
     assert "tuner" in tops
     assert tops - {"tuner"} <= set(sys.stdlib_module_names)
+
+
+PACKED = {"lengths": "2048,500,900*2"}  # 4,348 tokens
+
+
+def test_packed_sequences_match_by_batch_totals_and_longest() -> None:
+    exact = ask(entry(64, lengths="2048,500,900,900"), entry(128, lengths="2048,500,900,901"), **PACKED)
+    assert (exact.kind, tile_m(exact), exact.distance) == ("exact", 64, 0.0)
+    same = ask(entry(64, lengths="300,1025*4", batch=5), entry(128, lengths="1025,1600*2,2000"), batch=4, **PACKED)
+    assert (same.kind, tile_m(same)) == ("bucket", 128)  # four sequences, up to 8,192 tokens, up to 2,048 each
+    near = ask(entry(64, lengths="2048*4"), entry(128, lengths="2048,700,900*2"), **PACKED)
+    assert (near.kind, tile_m(near)) == ("bucket", 128)
+    fewer_tokens = ask(entry(64, lengths="2048,600*3"), **PACKED)
+    assert (fewer_tokens.kind, fewer_tokens.distance) == ("nearest", round(2 * math.log2(4348 / 3848), 9))
+
+
+def test_dense_never_matches_packed() -> None:
+    assert ask(entry(64), lengths="2048*4").kind == "default"
+    assert ask(entry(64, lengths="2048*4")).kind == "default"
+    assert ask(entry(64, lengths="2048*4", heads_kv=16), lengths="2048*4").kind == "default"

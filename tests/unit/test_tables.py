@@ -76,14 +76,29 @@ def test_the_trials_of_a_whole_run_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "workload", [W, W.with_(pattern=parse("causal & document(mean=64) + softcap(30)"), deterministic=True)]
+    "workload",
+    [
+        W,
+        W.with_(pattern=parse("causal & document(mean=64) + softcap(30)"), deterministic=True),
+        W.with_(lengths_q=[7, 7, 0], lengths_k=[7, 7, 0], pattern=parse("causal")),
+        W.with_(lengths_q=[1] * 64, lengths_k=[300] * 63 + [8192]),
+    ],
 )
 def test_a_workload_is_read_back_from_its_key(workload: Workload) -> None:
     assert tables.workload_of_key(workload.key) == workload
 
 
 @pytest.mark.parametrize(
-    "key", ["", "w1", W.key.replace("w1", "w0"), W.key.replace("hq4", "q4"), W.key + "|", "x" * 900]
+    "key",
+    [
+        "",
+        "w1",
+        W.key.replace("w1", "w0"),
+        W.key.replace("hq4", "q4"),
+        W.key + "|",
+        W.key.replace("dense", "varlen(5"),
+        "x" * 900,
+    ],
 )
 def test_what_is_no_workloads_key(key: str) -> None:
     with pytest.raises(InputError):

@@ -132,8 +132,12 @@ def workloads(draw: st.DrawFn) -> Workload:
     seqlen_k = draw(st.sampled_from([20, 120]))
     pattern = draw(st.sampled_from([c for c in _COMBINATIONS if "lengths" not in c or seqlen_k == 20]))
     whole = "document" in pattern
+    packed: dict[str, Any] = {}
+    if not whole and "prefix_lm" not in pattern and draw(st.booleans()):
+        pairs = draw(st.lists(st.sampled_from([(0, 0), (1, 1), (1, 20), (12, 20), (20, 20)]), min_size=1, max_size=4))
+        packed = {"lengths_q": [q for q, _ in pairs] + [1], "lengths_k": [k for _, k in pairs] + [1]}
     heads_kv = draw(st.sampled_from([1, 2, 12]))
-    return Workload(
+    dense = Workload(
         batch=draw(st.sampled_from([1, 12])),
         heads_q=heads_kv * draw(st.sampled_from([1, 2])),
         heads_kv=heads_kv,
@@ -144,9 +148,9 @@ def workloads(draw: st.DrawFn) -> Workload:
         op=draw(st.sampled_from(["fwd", "bwd"])),
         dtype=draw(st.sampled_from(["bf16", "bfloat16", "float32"])),
         pattern=parse(pattern + draw(st.sampled_from(["", "+alibi", "+softcap(5)", "+softcap(5)+alibi"]))),
-        layout=draw(st.sampled_from(["dense", "varlen"])),
         deterministic=draw(st.booleans()),
     )
+    return dense.with_(**packed)
 
 
 @given(st.lists(workloads(), min_size=2, max_size=8))
@@ -168,7 +172,7 @@ def test_keys_are_equal_exactly_for_equal_workloads(drawn: list[Workload]) -> No
         {"op": "bwd"},
         {"dtype": "float16"},
         {"pattern": parse("causal")},
-        {"layout": "varlen"},
+        {"lengths_q": (20, 20), "lengths_k": (20, 20)},
         {"deterministic": True},
     ],
 )

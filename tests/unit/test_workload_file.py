@@ -16,6 +16,8 @@ heads_q = 8
 heads_kv = 2
 seqlen_q = 1
 seqlen_k = 4096
+lengths_q = [1, 1]
+lengths_k = "4096,70"
 head_dim = 192
 head_dim_v = 128
 op = "fwd"
@@ -41,7 +43,8 @@ def test_every_field_arrives(tmp_path: Path) -> None:
     (only,) = loaded(tmp_path, f'[[workload]]\nname = "decode"\n{_FULL}')
     assert only.name == "decode"
     assert only.workload.key == (
-        "w1|fwd|float16|b2|hq8|hkv2|sq1|sk4096|d192|dv128|varlen|det1|sliding_window(window=512) + softcap(cap=20.0)"
+        "w1|fwd|float16|b2|hq8|hkv2|sq1|sk4096|d192|dv128|varlen(1*2;4096,70)|det1|"
+        "sliding_window(window=512) + softcap(cap=20.0)"
     )
 
 
@@ -261,3 +264,38 @@ def test_a_file_that_is_not_toml(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(InputError, match=f"w.toml is not TOML: .*{says}") as error:
         loaded(tmp_path, text)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "lengths"),
+    [
+        ("lengths = [512, 0, 7]", (512, 0, 7)),
+        ('lengths = "512,7*2"', (512, 7, 7)),
+        ('batch = 3\nlengths = "mean=512,seed=1"', (393, 320, 517)),
+    ],
+)
+def test_packed_sequences_by_their_lengths(tmp_path: Path, line: str, lengths: tuple[int, ...]) -> None:
+    defaults = "[defaults]\nseqlen = 4096\ntokens = 8192\nheads = 4\nhead_dim = [64, 128]\n"
+    found = loaded(tmp_path, f'{defaults}[[workload]]\nname = "w"\n{line}\n')
+    assert [w.name for w in found] == ["w[head_dim=64]", "w[head_dim=128]"]
+    for w in found:
+        assert (w.workload.layout, w.workload.lengths_q, w.workload.lengths_k) == ("varlen", lengths, lengths)
+        assert (w.workload.batch, w.workload.seqlen_q) == (3, max(lengths))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("lengths = 5", "lengths is 5; it must be a text in quotes"),
+        ("lengths = [5, 2.5]", "lengths_q has a length of 2.5; lengths are whole numbers"),
+        ("lengths = [5]\nseqlen = 9", "seqlen_q is 9, and the longest of lengths_q is 5"),
+        ("lengths = [5]\ntokens = 9", "tokens and lengths contradict each other"),
+        ("lengths = [5]\nlengths_q = [5]", "lengths and lengths_q contradict each other"),
+        ("batch = 2\nlengths = [5]", "lengths_q has 1 lengths and batch is 2"),
+        ('lengths = "mean=4"', "draws a length for each of batch, which is None"),
+    ],
+)
+def test_what_is_wrong_with_lengths_is_said(tmp_path: Path, line: str, says: str) -> None:
+    with pytest.raises(WorkloadError, match=says) as caught:
+        loaded(tmp_path, f'[[workload]]\nname = "w"\nheads = 4\nhead_dim = 64\n{line}\n')
+    assert "\n" not in str(caught.value)

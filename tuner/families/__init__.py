@@ -20,6 +20,7 @@ from tuner.workload import Workload
 REGISTRY: dict[str, str] = {
     "flex_flash_stock": "tuner.families.flex_stock:FLASH",
     "flex_triton_stock": "tuner.families.flex_stock:TRITON",
+    "torch_varlen": "tuner.families.torch_varlen:FAMILY",
     "cudnn": "tuner.families.sdpa:CUDNN",
     "fa4_fwd_sm90": "tuner.families.fa4_fwd_sm90:FAMILY",
     "fa4_bwd_sm90": "tuner.families.fa4_bwd_sm90:FAMILY",

@@ -9,14 +9,14 @@ import torch
 
 from tuner.families.base import Kernel
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[..., torch.Tensor]
 
 
 class Backward:
     """A kernel that returns (dq, dk, dv) by torch.autograd.grad; its forward is not timed.
 
-    ``attend(q, k, v)`` takes (batch, seqlen, heads, head_dim) and returns the output likewise. The
-    forward of each input set runs once, in ``prepare``, and its graph is kept. Autograd runs a backward
+    ``attend(q, k, v)`` takes (batch, seqlen, heads, head_dim) and returns the output likewise; of varlen
+    inputs it also gets ``packed``, where the sequences lie. The forward of each input set runs once, in ``prepare``, and its graph is kept. Autograd runs a backward
     on the stream of its forward: to capture one, prepare it on the capturing stream.
     """
 
@@ -27,7 +27,7 @@ class Backward:
     def prepare(self, inputs: Any) -> None:
         """Run the forward of an input set on the current stream and keep its graph."""
         leaves = tuple(t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
-        self._graphs[inputs] = leaves, self._attend(*leaves)
+        self._graphs[inputs] = leaves, _attended(self._attend, leaves, inputs)
 
     def __call__(self, inputs: Any) -> tuple[torch.Tensor, ...]:
         if inputs not in self._graphs:
@@ -52,7 +52,7 @@ class Forward:
         if inputs not in self._leaves:
             self.prepare(inputs)
         leaves = self._leaves[inputs]
-        return leaves, self._attend(*leaves)
+        return leaves, _attended(self._attend, leaves, inputs)
 
     def __call__(self, inputs: Any) -> torch.Tensor:
         return self.with_graph(inputs)[1].detach()
@@ -73,3 +73,7 @@ class Joint:
     def __call__(self, inputs: Any) -> tuple[torch.Tensor, ...]:
         leaves, out = self._forward.with_graph(inputs)
         return (out.detach(), *torch.autograd.grad(out, leaves, inputs.dout))
+
+
+def _attended(attend: Attend, leaves: tuple[torch.Tensor, ...], inputs: Any) -> torch.Tensor:
+    return attend(*leaves) if inputs.packed is None else attend(*leaves, inputs.packed)

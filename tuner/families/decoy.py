@@ -7,7 +7,7 @@ spinning kernel; the script gives each a share of the stock kernel's time to spi
 
 ``stock`` is the default config, ``default`` every variant not named. All zero: nothing to find.
 ``breaks`` makes a variant fail for real: ``assert`` (a device-side assertion, which loses the CUDA
-context), ``hang`` (spins for hours), ``nan``, ``wrong`` (one query row scaled) or ``unwritten``.
+context), ``hang`` (spins for hours), ``nan``, ``wrong`` (one query row of a batch entry scaled) or ``unwritten``.
 
 ``decoy_bwd`` is a CPU's stock backward likewise, alone or behind its forward, with defects and no slowdowns:
 ``wrong_dk`` (one key's dk halved), ``nan`` (one row of dv), ``swapped`` (dk and dv), ``unwritten``, ``unrepeatable``
@@ -122,9 +122,9 @@ def _broken(kernel: Kernel, how: str) -> Kernel:
             for _ in range(10_000):
                 torch.cuda._sleep(1 << 40)
         elif how == "nan":
-            out[0, -1, 0, 0] = float("nan")
+            out[..., -1, 0, 0] = float("nan")
         elif how == "wrong":
-            out[0, out.shape[1] // 2, 0] *= 1.5
+            out[..., out.shape[-3] // 2, 0, :] *= 1.5
         return out
 
     return run
@@ -141,9 +141,9 @@ def _broken_backward(kernel: Kernel, how: str) -> Kernel:
         elif how == "swapped":
             dk, dv = dv, dk
         elif how == "wrong_dk":
-            dk[0, dk.shape[1] // 2, 0] *= 0.5
+            dk[..., dk.shape[-3] // 2, 0, :] *= 0.5
         elif how == "nan":
-            dv[0, -1, 0, 0] = float("nan")
+            dv[..., -1, 0, 0] = float("nan")
         elif how == "unrepeatable":
             dq = dq * (1 + 1e-6 * torch.rand(()))
         elif how == "wrong":

@@ -20,7 +20,7 @@ from tuner.config import Config
 from tuner.families import cubin, fa4_cache, pattern_cute, pattern_torch
 from tuner.families.base import Built, Kernel, Room
 from tuner.families.fa4_bwd_tiles import block_size, smem_bytes, uses_block_mask
-from tuner.families.fa4_launch import mask_arguments
+from tuner.families.fa4_launch import fake_packing, mask_arguments, packing, tensors
 from tuner.trial import Resources
 from tuner.workload import Workload
 
@@ -34,7 +34,9 @@ class Seam:
     """
 
     def __init__(self, config: Config, room: Room, load: bool) -> None:
-        folders = {name: fa4_cache.shipped(room.cache_dir, name) for name in ("bwd", "bwd_pre", "bwd_post")}
+        folders = {
+            name: fa4_cache.shipped(room.cache_dir, name) for name in ("bwd", "bwd_pre", "bwd_post", "tile_cumsum")
+        }
         self._choose = interface._tile_size_bwd_sm90
         if not config.is_stock:
             folders["bwd"] = fa4_cache.own(room.cache_dir, f"bwd-pds{config['num_stages_PdS']}")
@@ -59,20 +61,13 @@ class Seam:
 
 def compile_bwd(config: Config, workload: Workload, room: Room) -> Built:
     """Compile one config's kernels into the room's cache without a GPU; figures are of the backward itself."""
-    w, dtype = workload, getattr(torch, workload.dtype)
     with FakeTensorMode(), _fake_semaphores(), Seam(config, room, load=False) as seam:
         for cache in seam.caches.values():
             cache.asked.clear()
 
-        def empty(seqlen: int, heads: int, head_dim: int) -> torch.Tensor:
-            return torch.empty(w.batch, seqlen, heads, head_dim, dtype=dtype, device="cuda")
-
-        q, dq = (empty(w.seqlen_q, w.heads_q, w.head_dim) for _ in range(2))
-        k, dk = (empty(w.seqlen_k, w.heads_kv, w.head_dim) for _ in range(2))
-        v, dv = (empty(w.seqlen_k, w.heads_kv, w.head_dim_v) for _ in range(2))
-        out, dout = (empty(w.seqlen_q, w.heads_q, w.head_dim_v) for _ in range(2))
-        lse = torch.empty(w.batch, w.heads_q, w.seqlen_q, dtype=torch.float32, device="cuda")
-        arguments = _arguments(config, workload, _fake_block_sparsity(config, workload))
+        q, k, v, out, lse = tensors(workload)
+        dq, dk, dv, dout = (torch.empty_like(t) for t in (q, k, v, out))
+        arguments = _arguments(config, workload, _fake_block_sparsity(config, workload)) | fake_packing(workload)
         interface._flash_attn_bwd(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **arguments)
     main = seam.caches["bwd"].asked[-1]
     found = cubin.resources(main)
@@ -101,8 +96,10 @@ def build_bwd(config: Config, workload: Workload, room: Room) -> Kernel:
     arguments = _arguments(config, workload, _real_block_sparsity(config, workload))
 
     def run(inputs: Any) -> tuple[torch.Tensor, ...]:
-        i = inputs
-        interface._flash_attn_bwd(i.q, i.k, i.v, i.out, i.dout, i.lse, dq=i.dq, dk=i.dk, dv=i.dv, **arguments)
+        i, more = inputs, {}
+        if i.packed is not None:
+            more = packing(workload, i.packed.cu_seqlens_q, i.packed.cu_seqlens_k)
+        interface._flash_attn_bwd(i.q, i.k, i.v, i.out, i.dout, i.lse, dq=i.dq, dk=i.dk, dv=i.dv, **arguments, **more)
         return i.dq, i.dk, i.dv
 
     if config.is_stock:

@@ -88,8 +88,6 @@ class Fa4BwdSm90:
             return f"computes bwd, not {w.op}"
         if w.dtype not in ("bfloat16", "float16"):
             return f"computes bfloat16 and float16, not {w.dtype}"
-        if w.layout != "dense":
-            return f"has no {w.layout} layout here yet"
         if max(w.head_dim, w.head_dim_v) > 256:
             return f"head_dim goes to 256, not {max(w.head_dim, w.head_dim_v)}"
         if reason := stock_dq_refused(w, uses_block_mask(w)):

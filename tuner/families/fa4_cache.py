@@ -1,13 +1,16 @@
 """FA4's caches of compiled kernels, put where they say what was compiled and where the objects lie.
 
 FA4 keeps one cache on each function that compiles: ``fwd`` and what puts its splits together
-(``fwd_combine``), ``bwd``, and the kernels before and after it (``bwd_pre``, ``bwd_post``). Those that
+(``fwd_combine``), ``bwd``, and the kernels before and after it (``bwd_pre``, ``bwd_post``). Calls with many
+packed sequences first run kernels that say which block works on which (``SCHEDULING``). Those that
 hold kernels with FA4's own choices lie where FA4 itself looks in the folder that children get; kernels
 that its compile key cannot tell apart lie elsewhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from flash_attn.cute.cache_utils import JITPersistentCache, _compute_source_fing
 
 compiled_here: list[str] = []  # hashes of kernels that this process compiled, not loaded
 
+SCHEDULING = ("tile_cumsum", "blocks_to_batch")
+
 # The functions that hold a cache, by the name of its folder.
 HOLDERS: dict[str, Any] = {
     "fwd": interface._flash_attn_fwd,
@@ -23,6 +28,8 @@ HOLDERS: dict[str, Any] = {
     "bwd": interface._flash_attn_bwd,
     "bwd_pre": interface._bwd_preprocess,
     "bwd_post": interface._bwd_postprocess_convert,
+    "tile_cumsum": interface._compute_tile_cumsum,
+    "blocks_to_batch": interface._compute_blocks_to_batch,
 }
 
 
@@ -80,3 +87,20 @@ def note_compiles(cache_dir: Path) -> None:
     """Put noting caches in the place of FA4's own, for stock calls and FlexAttention's FLASH backend."""
     for name, holder in HOLDERS.items():
         holder.compile_cache = cache(shipped(cache_dir, name), load=True)
+
+
+@contextmanager
+def scheduling_objects(cache_dir: Path) -> Iterator[list[Path]]:
+    """Compile scheduling kernels to files inside the with-block; the list has those that calls needed."""
+    before = {name: HOLDERS[name].compile_cache for name in SCHEDULING}
+    caches = [cache(shipped(cache_dir, name), load=False) for name in SCHEDULING]
+    needed: list[Path] = []
+    for name, its in zip(SCHEDULING, caches, strict=True):
+        its.asked.clear()
+        HOLDERS[name].compile_cache = its
+    try:
+        yield needed
+    finally:
+        needed += [path for its in caches for path in its.asked]
+        for name, its in before.items():
+            HOLDERS[name].compile_cache = its

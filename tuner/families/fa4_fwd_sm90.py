@@ -61,8 +61,6 @@ class Fa4FwdSm90:
             return f"computes fwd, not {workload.op}"
         if workload.dtype not in ("bfloat16", "float16"):
             return f"computes bfloat16 and float16, not {workload.dtype}"
-        if workload.layout != "dense":
-            return f"has no {workload.layout} layout here yet"
         if max(workload.head_dim, workload.head_dim_v) > 256:
             return f"head_dim goes to 256, not {max(workload.head_dim, workload.head_dim_v)}"
         return ""

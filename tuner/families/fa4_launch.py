@@ -48,14 +48,18 @@ def _stages(config: Config, room: Room, load: bool) -> Iterator[fa4_cache.Cache]
 
 def compile_fwd(config: Config, workload: Workload, room: Room) -> Built:
     """Compile one config into the room's cache without a GPU, and read its figures from the cubin."""
-    with FakeTensorMode(), _stages(config, room, load=False) as cache:
+    with (
+        FakeTensorMode(),
+        _stages(config, room, load=False) as cache,
+        fa4_cache.scheduling_objects(room.cache_dir) as scheduling,
+    ):
         q, k, v, out, lse = tensors(workload)
         arguments = _arguments(config, workload, _block_lists(config, workload, fake=True))
-        interface._flash_attn_fwd(q, k, v, out=out, lse=lse, **arguments)
+        interface._flash_attn_fwd(q, k, v, out=out, lse=lse, **arguments, **fake_packing(workload))
     made = cache.asked[-1]
     found = cubin.resources(made)
     smem = None if config.is_stock else smem_bytes(config, workload)
-    return Built(Resources(found.registers, found.spill_bytes, smem, found.code_bytes), (made,))
+    return Built(Resources(found.registers, found.spill_bytes, smem, found.code_bytes), (made, *scheduling))
 
 
 def build_fwd(config: Config, workload: Workload, room: Room) -> Kernel:
@@ -77,6 +81,17 @@ def kernel(
         out: torch.Tensor = inputs.out
         return out
 
+    def run_packed(inputs: Any) -> torch.Tensor:
+        rows = inputs.q.shape[0]  # other inputs may have fewer, never more
+        its = lse.as_strided((w.heads_q, rows), (rows, 1))
+        more = packing(workload, inputs.packed.cu_seqlens_q, inputs.packed.cu_seqlens_k)
+        interface._flash_attn_fwd(inputs.q, inputs.k, inputs.v, out=inputs.out, lse=its, **arguments, **more)
+        out: torch.Tensor = inputs.out
+        return out
+
+    if w.layout == "varlen":
+        lse, run = torch.empty(w.heads_q, w.total_q, dtype=torch.float32, device="cuda"), run_packed
+
     if config.is_stock:
         return run  # the very call of a user who tunes nothing
 
@@ -89,12 +104,28 @@ def kernel(
 
 def tensors(workload: Workload) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return unfilled q, k, v, out and LSE of a workload; under FakeTensorMode they take no memory."""
-    w, dtype = workload, getattr(torch, workload.dtype)
-    q = torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim, dtype=dtype, device="cuda")
-    k = torch.empty(w.batch, w.seqlen_k, w.heads_kv, w.head_dim, dtype=dtype, device="cuda")
-    v = torch.empty(w.batch, w.seqlen_k, w.heads_kv, w.head_dim_v, dtype=dtype, device="cuda")
-    out = torch.empty(w.batch, w.seqlen_q, w.heads_q, w.head_dim_v, dtype=dtype, device="cuda")
-    return q, k, v, out, torch.empty(w.batch, w.heads_q, w.seqlen_q, dtype=torch.float32, device="cuda")
+    w, dtype, varlen = workload, getattr(torch, workload.dtype), workload.layout == "varlen"
+    rows_q, rows_k = ((w.total_q,), (w.total_k,)) if varlen else ((w.batch, w.seqlen_q), (w.batch, w.seqlen_k))
+    q = torch.empty(*rows_q, w.heads_q, w.head_dim, dtype=dtype, device="cuda")
+    k = torch.empty(*rows_k, w.heads_kv, w.head_dim, dtype=dtype, device="cuda")
+    v = torch.empty(*rows_k, w.heads_kv, w.head_dim_v, dtype=dtype, device="cuda")
+    out = torch.empty(*rows_q, w.heads_q, w.head_dim_v, dtype=dtype, device="cuda")
+    lse_shape = (*rows_q[:-1], w.heads_q, rows_q[-1])
+    return q, k, v, out, torch.empty(*lse_shape, dtype=torch.float32, device="cuda")
+
+
+def packing(workload: Workload, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> dict[str, Any]:
+    """Return FA4's arguments for packed sequences, as its flash_attn_varlen_func passes them."""
+    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return {**offsets, "max_seqlen_q": workload.seqlen_q, "max_seqlen_k": workload.seqlen_k}
+
+
+def fake_packing(workload: Workload) -> dict[str, Any]:
+    """Return the same on unfilled offsets, for compiling; nothing for a dense workload."""
+    if workload.layout == "dense":
+        return {}
+    offsets = (torch.empty(workload.batch + 1, dtype=torch.int32, device="cuda") for _ in range(2))
+    return packing(workload, *offsets)
 
 
 def _arguments(config: Config, workload: Workload, sparsity: BlockSparseTensorsTorch | None) -> dict[str, Any]:

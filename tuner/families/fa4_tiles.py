@@ -26,6 +26,8 @@ def mask_refused(mask: str, workload: Workload) -> str:
     names = set(workload.pattern.mask_names)
     if mask == "native" and names not in _NATIVE_MASKS:
         return f"FA4 has no native argument for {workload.pattern}"
+    if mask != "native" and workload.layout == "varlen":
+        return "packed sequences take FA4's native masks here: a BlockMask is of sequences of one length"
     if mask != "native" and not names:
         return f"{workload.pattern} masks nothing: there is no BlockMask to build"
     return ""

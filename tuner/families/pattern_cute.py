@@ -49,6 +49,7 @@ def score_mod(workload: Workload) -> Callable[..., Any] | None:
     """Return the score_mod of the pattern's score modifications, or None."""
     cap, alibi = softcap_of(workload), workload.pattern.score("alibi") is not None
     shift, heads = workload.seqlen_k - workload.seqlen_q, workload.heads_q
+    varlen = workload.layout == "varlen"  # there indices count within a sequence, and each has a shift of its own
     if cap is None and not alibi:
         return None
 
@@ -58,13 +59,15 @@ def score_mod(workload: Workload) -> Callable[..., Any] | None:
             score = cute.math.tanh(score * (1.0 / cap), fastmath=True) * cap
         if alibi:
             slope = cute.math.exp2((h + 1).to(cutlass.Float32) * (-8.0 / heads), fastmath=True)
-            distance = (q_idx + shift - kv_idx).to(cutlass.Float32)
+            ends_apart = _int(seqlen_info.seqlen_k - seqlen_info.seqlen_q) if varlen else shift
+            distance = (q_idx + ends_apart - kv_idx).to(cutlass.Float32)
             # max(x, -x): the absolute value without leaving TensorSSA
             score = score - slope * cute.where(distance < 0.0, -distance, distance)
         return score
 
     modify.__vec_size__ = 2  # type: ignore[attr-defined]  # sm_90's widest; FA4 falls to 1 beside aux tensors
-    return _hashed(modify, f"score|{shift}|{heads if alibi else 0}|{' + '.join(map(str, workload.pattern.scores))}")
+    where = "varlen" if varlen else str(shift)
+    return _hashed(modify, f"score|{where}|{heads if alibi else 0}|{' + '.join(map(str, workload.pattern.scores))}")
 
 
 def score_mod_bwd(workload: Workload) -> Callable[..., Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tuner.config import Config
@@ -24,7 +25,7 @@ class Sdpa(Untunable):
             return f"needs {self._device}, the target is {target.arch}"
         if self._device == "cuda" and target.arch not in ("sm_80", "sm_89", "sm_90a", "sm_100a"):
             return f"cuDNN's fused attention needs sm_80 or newer, the target is {target.arch}"
-        if workload.layout != "dense":
+        if workload.layout != "dense" and self._device != "cpu":
             return f"has no {workload.layout} layout here"
         if self._device == "cuda" and workload.dtype == "float32":
             return "cuDNN computes bfloat16 and float16, not float32"
@@ -36,7 +37,7 @@ class Sdpa(Untunable):
             return f"has no argument for {' + '.join(map(str, workload.pattern.scores))}"
         if workload.pattern.mask_names - {"causal"}:
             return f"has no argument for {workload.pattern}"
-        if workload.pattern.masks and workload.seqlen_q != workload.seqlen_k:
+        if workload.pattern.masks and any(q != k for q, k in workload.sequences):
             return "aligns causal to the top left, which differs where seqlen_q is not seqlen_k"
         return backward_refused(workload)
 
@@ -59,15 +60,19 @@ class Sdpa(Untunable):
             torch.backends.cuda.enable_cudnn_sdp(True)
         causal = bool(workload.pattern.masks)
         gqa = workload.heads_q != workload.heads_kv
-
         if workload.op != "fwd":
             from tuner.families.autograd import Backward, Joint
 
             return (Backward if workload.op == "bwd" else Joint)(
-                lambda q, k, v: scaled_dot_product_attention(
+                _packed(causal, gqa)
+                if workload.layout == "varlen"
+                else lambda q, k, v: scaled_dot_product_attention(
                     q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal, enable_gqa=gqa
                 ).transpose(1, 2)
             )
+        if workload.layout == "varlen":
+            attend = _packed(causal, gqa)
+            return lambda inputs: attend(inputs.q, inputs.k, inputs.v, inputs.packed)
 
         def run(inputs: Any) -> torch.Tensor:
             out = scaled_dot_product_attention(
@@ -80,6 +85,22 @@ class Sdpa(Untunable):
             return out.transpose(1, 2)
 
         return run
+
+
+def _packed(causal: bool, gqa: bool) -> Callable[..., Any]:
+    """Return SDPA over the sequences of varlen inputs, one after the other: it has no call for all of them."""
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: Any) -> torch.Tensor:
+        w, outs = packed.workload, []
+        for one_q, one_k, one_v in zip(q.split(w.lengths_q), k.split(w.lengths_k), v.split(w.lengths_k), strict=True):
+            one_q, one_k, one_v = (t.transpose(0, 1)[None] for t in (one_q, one_k, one_v))
+            out = scaled_dot_product_attention(one_q, one_k, one_v, is_causal=causal, enable_gqa=gqa)
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs)
+
+    return attend
 
 
 CUDNN = Sdpa("cudnn", "cuda")
