@@ -60,10 +60,12 @@ def submit(
             pattern, batch, heads, heads_kv, seqlen, seqlen_k, head_dim, head_dim_v, dtype, op, deterministic
         ),
     )
+    o.check_policies(policy, workloads)
+    own = {named.policy for named in workloads}
     request = JobRequest(
         workloads=tuple(workloads),
         arch=arch,
-        policy=policy,
+        policy=own.pop() or policy if len(own) == 1 else policy,
         families=tuple(family or ()),
         settings=StudySettings(max_trials=trials, max_seconds=seconds, margin=margin),
         priority=priority,

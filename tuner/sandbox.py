@@ -125,7 +125,8 @@ class Bench:
     def __init__(
         self, sandbox: Sandbox, workload: Workload, default: Config, policy: str, room: Mapping[str, Any]
     ) -> None:
-        self._sandbox, self._key, self._default = sandbox, workload.key, default
+        self._sandbox, self._default = sandbox, default
+        self._key = "\n".join((workload.key, default.key, policy))  # one workload may be open by both policies
         self._open = {
             "op": "open",
             "bench": self._key,
