@@ -5,7 +5,7 @@ What is decided from the rounds is ``tuner.stats``; who measures them is the ben
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tuner import families, stats
@@ -15,7 +15,8 @@ from tuner.errors import DefaultError, MachineError
 from tuner.plan import Plan
 from tuner.sandbox import Bench, FinalistFailed
 from tuner.spec import StudySettings, StudySpec
-from tuner.trial import Trial, TunedConfig
+from tuner.trial import Trial, TrialStatus, TunedConfig
+from tuner.workload import Workload
 
 _REACH = 0.95  # a tuned config more than this behind the best tuned one is no finalist
 _RETRIES = 3
@@ -77,7 +78,26 @@ def hold(
             if failures == _RETRIES:
                 raise MachineError(f"the finals did not end after {failures} tries: {e}") from None
         else:
-            return _answer(played, plan, spec, settings)
+            return _answer(played, plan.trials, plan.default, spec.workload, settings)
+
+
+def without_failed(
+    tuned: TunedConfig, trials: Mapping[str, Trial], workload: Workload, settings: StudySettings
+) -> TunedConfig:
+    """Decide again from the rounds that were played, without finalists whose trial says ok no longer.
+
+    ``trials`` are the study's by their config's key, ``settings`` those that it was answered under.
+    """
+    left = [f for f in tuned.finalists if f.config == tuned.default or _works(trials.get(f.config.key))]
+    configs, times = [f.config for f in left], list(zip(*(f.samples_us for f in left), strict=True))
+    decision = stats.decide(configs, times, tuned.default, _rules(settings))
+    again = _answer(_Played(decision, tuned.rounds, tuned.rounds_dropped), trials, tuned.default, workload, settings)
+    gone = len(tuned.finalists) - len(left)
+    return replace(again, reason=f"{again.reason}; decided again without {gone} finalist(s) found wrong later")
+
+
+def _works(trial: Trial | None) -> bool:
+    return trial is not None and trial.status is TrialStatus.OK
 
 
 @dataclass(frozen=True)
@@ -93,11 +113,7 @@ def _play(
     bench: Bench, configs: Sequence[Config], settings: StudySettings, incumbent: Config | None, say: Say
 ) -> _Played:
     """Run rounds until the decision is settled; each look doubles them. The first config is the default."""
-    s = settings
-    looks = 1
-    while s.min_rounds * 2**looks <= s.max_rounds:
-        looks += 1
-    rules = stats.Rules(s.margin, s.tie_margin, s.confidence, looks)
+    s, rules = settings, _rules(settings)
     times: list[list[float]] = []
     dropped, wanted = 0, s.min_rounds
     while True:
@@ -111,16 +127,25 @@ def _play(
         wanted *= 2
 
 
-def _answer(played: _Played, plan: Plan, spec: StudySpec, settings: StudySettings) -> TunedConfig:
+def _rules(settings: StudySettings) -> stats.Rules:
+    s, looks = settings, 1
+    while s.min_rounds * 2**looks <= s.max_rounds:
+        looks += 1
+    return stats.Rules(s.margin, s.tie_margin, s.confidence, looks)
+
+
+def _answer(
+    played: _Played, trials: Mapping[str, Trial], default: Config, workload: Workload, settings: StudySettings
+) -> TunedConfig:
     decision = played.decision
     family = families.load(decision.winner.family)
-    verified = {key: trial.verification for key, trial in plan.trials.items()}
+    verified = {key: trial.verification for key, trial in trials.items()}
     with_errors = tuple(
         replace(f, error=v.error if (v := verified.get(f.config.key)) else None) for f in decision.finalists
     )
     return TunedConfig(
         config=decision.winner,
-        default=plan.default,
+        default=default,
         verdict=decision.verdict,
         speedup=decision.interval.speedup,
         low=decision.interval.low,
@@ -133,5 +158,5 @@ def _answer(played: _Played, plan: Plan, spec: StudySpec, settings: StudySetting
         reason=decision.reason,
         rounds=played.rounds,
         rounds_dropped=played.dropped,
-        extras=family.extras(decision.winner, spec.workload),
+        extras=family.extras(decision.winner, workload),
     )

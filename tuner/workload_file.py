@@ -100,10 +100,10 @@ def _workloads(path: Path, number: int, table: dict[str, Any], defaults: dict[st
     for values in product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
         suffix = f"[{','.join(f'{k}={v}' for k, v in chosen.items())}]" if chosen else ""
-        values = {**merged, **chosen}
-        policy = values.pop("policy", "")
+        one = {**merged, **chosen}
+        policy = one.pop("policy", "")
         try:
-            workload = Workload.from_dict(_long_form(values))
+            workload = Workload.from_dict(_long_form(one))
         except (WorkloadError, PatternError) as e:
             raise WorkloadError(f"{path}: workload {name + suffix!r}: {_line(e)}") from None
         yield NamedWorkload(name + suffix, workload, policy)

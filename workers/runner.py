@@ -28,7 +28,6 @@ from tuner.study import Event, Study, spec_for
 from tuner.target import Target, Toolchain, probe, toolchain
 from tuner.trial import TunedConfig
 from tuner.utilization import Utilization
-from tuner.workload import Workload
 from tuner.workload_file import NamedWorkload
 from workers.device_lock import lock_device
 from workers.settings import Settings
@@ -146,7 +145,7 @@ class Runner:
             else:
                 todo.append(_Todo(named, spec, handle))
         if todo:
-            self._ensure_children(study_settings)
+            self.children(study_settings)
             start, busy = time.monotonic(), self._sandbox_busy_s()
             with Utilization(self.target) as utilization:
                 for outcome in self._measure(todo, study_settings, say):
@@ -207,9 +206,14 @@ class Runner:
             say=lambda event: say(job.named, event),
         )
 
-    def _ensure_children(self, study_settings: StudySettings) -> None:
-        if self._pool is not None:
-            return
+    def children(self, study_settings: StudySettings) -> tuple[CompilePool, Sandbox]:
+        """Return the compile pool and the measuring child, started when first asked for.
+
+        Raises:
+            InputError: if the cache folder cannot be used, or another process measures on the device.
+        """
+        if self._pool is not None and self._sandbox is not None:
+            return self._pool, self._sandbox
         cache_dir = self._settings.cache_dir
         try:
             cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -235,6 +239,7 @@ class Runner:
             visible_devices=visible,
         )
         self._sandbox.start()
+        return self._pool, self._sandbox
 
 
 @dataclass(frozen=True)
