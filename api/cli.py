@@ -26,6 +26,7 @@ from api import (
     submitting,
     tuning,
     upping,
+    verifying,
     watching,
     working,
 )
@@ -49,6 +50,7 @@ app.command("compile")(compiling.compile_configs)
 app.command("doctor")(doctor.doctor)
 app.command("studies")(showing.studies)
 app.command("show")(showing.show)
+app.command("verify")(verifying.verify)
 app.command("replay")(replaying.replay)
 app.command("tables")(replaying.list_tables)
 app.command("submit")(submitting.submit)

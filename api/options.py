@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -143,6 +143,13 @@ def workloads_from(ctx: typer.Context, file: Path | None, single: Callable[[], W
             option = "--" + name.replace("_", "-")
             raise InputError(f"{file} and {option} are both given; name workloads by file or by options, not both")
     return workload_file.load(file)
+
+
+def check_policies(policy: str, workloads: Sequence[NamedWorkload]) -> None:
+    """Raise InputError if ``--policy`` contradicts what a file says of one of its workloads."""
+    for named in workloads:
+        if policy != "auto" and named.policy not in ("", policy):
+            raise InputError(f"--policy is {policy} and the file has {named.policy} for {named.name!r}; leave one out")
 
 
 def open_store(url: str | None, *, create: bool = True, read_only: bool = False) -> Store:

@@ -123,6 +123,8 @@ def _header(handle: StudyHandle, facts: Mapping[str, Any], trials: list[Trial]) 
             )
         )
         lines += [("note", note) for note in stats["notes"]]
+        for w in stats.get("withdrawn", ()):
+            lines.append(("withdrawn", f"{w['at']} {w['config']}: {w['status']}, {w['error']}"))
     return lines
 
 

@@ -65,10 +65,12 @@ def submit(
             *(lengths, lengths_q, lengths_k),
         ),
     )
+    o.check_policies(policy, workloads)
+    own = {named.policy for named in workloads}
     request = JobRequest(
         workloads=tuple(workloads),
         arch=arch,
-        policy=policy,
+        policy=own.pop() or policy if len(own) == 1 else policy,
         families=tuple(family or ()),
         settings=StudySettings(max_trials=trials, max_seconds=seconds, margin=margin),
         priority=priority,

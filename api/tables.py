@@ -16,6 +16,8 @@ from tuner.trial import Finalist, Trial, TunedConfig, Verdict
 from tuner.workload import Workload
 from workers.runner import Outcome
 
+_UNTUNABLE = ("flex_flash_stock", "flex_triton_stock", "flex_triton_autotune", "cudnn", "sdpa_cpu")
+
 
 def outcome_tables(outcomes: Iterable[Outcome]) -> Iterator[Table]:
     """Yield one table a workload that came to an answer: rivals, winner, intervals, verdict."""
@@ -59,7 +61,7 @@ def finals_table(name: str, workload: Workload, tuned: TunedConfig) -> Table:
 
 def kernel_name(config: Config) -> str:
     """Return a family with its config, as ``fa4_fwd_sm90 128x96 native rs``; stock goes unsaid for rivals."""
-    tunable = config.family not in ("flex_flash_stock", "flex_triton_stock", "cudnn", "sdpa_cpu")
+    tunable = config.family not in _UNTUNABLE
     return f"{config.family} {config.label}" if tunable else config.family
 
 

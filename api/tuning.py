@@ -70,6 +70,7 @@ def tune(
             *(lengths, lengths_q, lengths_k),
         ),
     )
+    o.check_policies(policy, workloads)
     study_settings = StudySettings(
         max_trials=trials,
         max_seconds=seconds,
@@ -82,7 +83,7 @@ def tune(
     settings = Settings.from_env()
     place = Place.find(settings, device=device, policy=policy, only=family or (), script=script)
     for named in workloads:  # what is wrong with the wish is said before anything is opened or made for it
-        place.spec(named.workload)
+        place.spec(named)
     settings.check_cache_dir()
     with (
         o.open_store(db) as store,
@@ -113,7 +114,7 @@ def tune(
                 "policy": place.policy,
                 "settings": study_settings.to_dict(),
                 "rate": rate,
-                "outcomes": [outcome_dict(x) for x in outcomes],
+                "outcomes": [outcome_dict(x, place.policy) for x in outcomes],
             }
         )
     else:
@@ -129,10 +130,11 @@ def tune(
         raise typer.Exit(1)
 
 
-def outcome_dict(outcome: Outcome) -> dict[str, Any]:
-    """Return one workload's outcome as plain JSON values."""
+def outcome_dict(outcome: Outcome, policy: str) -> dict[str, Any]:
+    """Return one workload's outcome as plain JSON values; ``policy`` is that of workloads that say none."""
     return {
         "name": outcome.named.name,
+        "policy": outcome.named.policy or policy,
         "workload": outcome.named.workload.to_dict(),
         "study": outcome.study_id,
         "from_database": outcome.from_database,

@@ -190,6 +190,13 @@ class Store:
         with self._database.read() as session:
             return [self._published(*found) for found in session.execute(query)]
 
+    def answer(self, study: StudyHandle) -> Published | None:
+        """Return the answer of one study, published still or replaced by a newer study's; None without one."""
+        query = select(TunedConfigModel, StudyModel).join(StudyModel, StudyModel.id == TunedConfigModel.study_id)
+        with self._database.read() as session:
+            found = session.execute(query.where(StudyModel.id == study.id)).one_or_none()
+            return None if found is None else self._published(*found)
+
     def _study_row(self, row: StudyModel, trials: int, ok: int, stored: dict[str, Any] | None) -> StudyRow:
         tuned = None if stored is None else self._database.value(TunedConfig.from_dict, stored)
         return StudyRow(

@@ -88,6 +88,25 @@ class StudyHandle:
         with self._database.write(alone=True) as session:
             publish(session, self._row(session), tuned, stats)
 
+    def withdraw(self, refused: TunedConfig, failed: Trial, instead: TunedConfig, record: Mapping[str, Any]) -> bool:
+        """Put ``instead`` in the place of an answer whose config was found wrong, and ``failed`` in its trial's.
+
+        ``record`` is kept in the study's stats, under ``withdrawn``. All of it happens or nothing: False,
+        and nothing changed, if the study's answer is another by now.
+        """
+        with self._database.write(alone=True) as session:
+            row, published = self._row(session), _answer(session, self.id)
+            if published is None or self._database.value(TunedConfig.from_dict, published.tuned) != refused:
+                return False
+            put_trial(session.connection(), self.id, failed)
+            stats = dict(row.stats or {})
+            row.stats = {**stats, "withdrawn": [*stats.get("withdrawn", ()), dict(record)]}
+            row.updated_at = datetime.now(UTC)
+            newest = _newest_version(session, published.answer_hash)
+            version = newest + 1 if published.version == newest else published.version
+            _put_answer(session, row, instead, published.answer_hash, version)
+            return True
+
     def reopen(self, settings: StudySettings) -> None:
         """Mark the study running again, under new settings. Trials stay, and so does what it published."""
         with self._database.write() as session:
@@ -174,14 +193,21 @@ def publish(session: Session, row: StudyModel, tuned: TunedConfig, stats: Mappin
     now = datetime.now(UTC)
     row.state, row.stats, row.finished_at, row.updated_at = DONE, dict(stats), now, now
     answer = digest(row.workload_key, row.target_key, row.toolchain_key, row.policy)
+    _put_answer(session, row, tuned, answer, _newest_version(session, answer) + 1)
+
+
+def _newest_version(session: Session, answer: str) -> int:
     newest = select(func.max(TunedConfigModel.version)).where(TunedConfigModel.answer_hash == answer)
-    version = (session.scalar(newest) or 0) + 1
+    return session.scalar(newest) or 0
+
+
+def _put_answer(session: Session, row: StudyModel, tuned: TunedConfig, answer: str, version: int) -> None:
     published = _answer(session, row.id) or TunedConfigModel(study_id=row.id)
     published.answer_hash, published.version = answer, version
     published.workload_key, published.target_key = row.workload_key, row.target_key
     published.toolchain_key, published.policy = row.toolchain_key, row.policy
     published.config_key, published.verdict = tuned.config.key, str(tuned.verdict)
-    published.tuned, published.published_at = tuned.to_dict(), now
+    published.tuned, published.published_at = tuned.to_dict(), datetime.now(UTC)
     session.add(published)
 
 

@@ -23,7 +23,7 @@ from tuner.lab import open_lab
 from tuner.target import Target
 from tuner.workload import Workload
 
-_benches: dict[str, Bench] = {}  # by workload key
+_benches: dict[str, Bench] = {}  # by workload, default and policy
 
 
 def handle(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def handle(request: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> di
         return {"ok": True}
     bench = _benches[key]
     if operation == "attempt":
-        return bench.attempt(Config.from_dict(request["config"]), request["verify"], say)
+        return bench.attempt(Config.from_dict(request["config"]), request["verify"], say, measure=request["measure"])
     try:
         if operation == "finals":
             bench.prepare_finals([Config.from_dict(c) for c in request["configs"]], say)
@@ -61,7 +61,9 @@ def _open(request: dict[str, Any]) -> Bench:
     except Exception as e:
         raise BenchError(_child_io.error_text(e)) from e
     first = int.from_bytes(os.urandom(4), "little")  # inputs are fresh every time
-    return Bench(lab, default, workload.dtype, request["policy"], [first, first + 1], workload.deterministic)
+    seeds = [first + n for n in range(request["draws"])]
+    repeatable, timed = workload.deterministic, request["timed"]
+    return Bench(lab, default, workload.dtype, request["policy"], seeds, repeatable, timed)
 
 
 def _free() -> None:

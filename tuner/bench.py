@@ -39,11 +39,19 @@ class Bench:
     """One workload with its default, ready to try configs against it."""
 
     def __init__(
-        self, lab: Lab, default: Config, dtype: str, policy: str, seeds: Sequence[int], repeatable: bool = False
+        self,
+        lab: Lab,
+        default: Config,
+        dtype: str,
+        policy: str,
+        seeds: Sequence[int],
+        repeatable: bool = False,
+        timed: bool = True,
     ) -> None:
         """Draw inputs, compute references, and verify the default. Raises BenchError.
 
-        With ``repeatable``, only what gives the same bits every time is right.
+        With ``repeatable``, only what gives the same bits every time is right. Without ``timed``, the
+        bench only verifies.
         """
         self._repeatable = repeatable
         self._lab, self._policy, self._seeds = lab, policy, list(seeds)
@@ -55,7 +63,8 @@ class Bench:
                 raise BenchError(reason)
             if repeatable and not self._repeats(kernel):
                 raise BenchError(_UNREPEATABLE)
-            self._default = lab.timer(kernel)
+            if timed:
+                self._default = lab.timer(kernel)
         except BenchError:
             raise
         except Exception as e:
@@ -64,16 +73,23 @@ class Bench:
         self._kernels: list[Kernel] = []  # of the finalists
         self._clocks: list[float] = []
         self._rungs: dict[int, list[float]] = {pairs: [] for pairs in _RUNGS}
-        self._warm()
+        if timed:
+            self._warm()
         lab.faults()
 
     def attempt(
-        self, config: Config, verify: bool = True, say: Callable[[dict[str, Any]], None] = lambda event: None
+        self,
+        config: Config,
+        verify: bool = True,
+        say: Callable[[dict[str, Any]], None] = lambda event: None,
+        *,
+        measure: bool = True,
     ) -> dict[str, Any]:
         """Build, verify and measure one config; ``verify`` is False for one that passed before.
 
-        Says every pair, which renews the deadline: a slow kernel is no hanging one. Returns status,
-        error, verification, measurement, notes, and whether the device is lost.
+        Without ``measure`` it is not timed, and the answer has no measurement. Says every pair, which
+        renews the deadline: a slow kernel is no hanging one. Returns status, error, verification,
+        measurement, notes, and whether the device is lost.
         """
         verification = None
         try:
@@ -82,7 +98,7 @@ class Bench:
                 verification = self._verify(kernel)
                 if not verification["passed"]:
                     return self._answer(TrialStatus.INCORRECT, verification["reason"], verification)
-            measurement = self._pairs(self._lab.timer(kernel), say)
+            measurement = self._pairs(self._lab.timer(kernel), say) if measure else None
         except Exception as e:
             lost = not self._lab.healthy()
             status = TrialStatus.RUN_CRASH if lost else TrialStatus.RUN_ERROR

@@ -16,8 +16,8 @@ from tuner.errors import DefaultError, MachineError
 from tuner.plan import Plan
 from tuner.sandbox import Bench, FinalistFailed
 from tuner.spec import StudySettings, StudySpec
-from tuner.trial import Finalist, Trial, TunedConfig
-from tuner.workload import JOINT_OP
+from tuner.trial import Finalist, Trial, TrialStatus, TunedConfig
+from tuner.workload import JOINT_OP, Workload
 
 _REACH = 0.95  # a tuned config more than this behind the best tuned one is no finalist
 _RETRIES = 3
@@ -80,7 +80,28 @@ def hold(
             if failures == _RETRIES:
                 raise MachineError(f"the finals did not end after {failures} tries: {e}") from None
         else:
-            return _answer(played, plan, spec, settings, dict(zip(configs, parts, strict=False)))
+            parts_of = dict(zip(configs, parts, strict=False))
+            return _answer(played, plan.trials, plan.default, spec.workload, settings, parts_of)
+
+
+def without_failed(
+    tuned: TunedConfig, trials: Mapping[str, Trial], workload: Workload, settings: StudySettings
+) -> TunedConfig:
+    """Decide again from the rounds that were played, without finalists whose trial says ok no longer.
+
+    ``trials`` are the study's by their config's key, ``settings`` those that it was answered under.
+    """
+    left = [f for f in tuned.finalists if f.config == tuned.default or _works(trials.get(f.config.key))]
+    configs, times = [f.config for f in left], list(zip(*(f.samples_us for f in left), strict=True))
+    decision = stats.decide(configs, times, tuned.default, _rules(settings))
+    played, parts = _Played(decision, tuned.rounds, tuned.rounds_dropped), {f.config: f.parts_us for f in left}
+    again = _answer(played, trials, tuned.default, workload, settings, parts)
+    gone = len(tuned.finalists) - len(left)
+    return replace(again, reason=f"{again.reason}; decided again without {gone} finalist(s) found wrong later")
+
+
+def _works(trial: Trial | None) -> bool:
+    return trial is not None and trial.status is TrialStatus.OK
 
 
 @dataclass(frozen=True)
@@ -96,11 +117,7 @@ def _play(
     bench: Bench, configs: Sequence[Config], settings: StudySettings, incumbent: Config | None, say: Say
 ) -> _Played:
     """Run rounds until the decision is settled; each look doubles them. The first config is the default."""
-    s = settings
-    looks = 1
-    while s.min_rounds * 2**looks <= s.max_rounds:
-        looks += 1
-    rules = stats.Rules(s.margin, s.tie_margin, s.confidence, looks)
+    s, rules = settings, _rules(settings)
     times: list[list[float]] = []
     dropped, wanted = 0, s.min_rounds
     while True:
@@ -114,19 +131,31 @@ def _play(
         wanted *= 2
 
 
+def _rules(settings: StudySettings) -> stats.Rules:
+    s, looks = settings, 1
+    while s.min_rounds * 2**looks <= s.max_rounds:
+        looks += 1
+    return stats.Rules(s.margin, s.tie_margin, s.confidence, looks)
+
+
 def _answer(
-    played: _Played, plan: Plan, spec: StudySpec, settings: StudySettings, parts: Mapping[Config, Mapping[str, float]]
+    played: _Played,
+    trials: Mapping[str, Trial],
+    default: Config,
+    workload: Workload,
+    settings: StudySettings,
+    parts: Mapping[Config, Mapping[str, float]],
 ) -> TunedConfig:
     decision = played.decision
     family = families.load(decision.winner.family)
-    verified = {key: trial.verification for key, trial in plan.trials.items()}
-    finalists = tuple(
+    verified = {key: trial.verification for key, trial in trials.items()}
+    with_errors = tuple(
         replace(f, error=v.error if (v := verified.get(f.config.key)) else None, parts_us=parts.get(f.config, {}))
         for f in decision.finalists
     )
     return TunedConfig(
         config=decision.winner,
-        default=plan.default,
+        default=default,
         verdict=decision.verdict,
         speedup=decision.interval.speedup,
         low=decision.interval.low,
@@ -139,7 +168,7 @@ def _answer(
         reason=decision.reason,
         rounds=played.rounds,
         rounds_dropped=played.dropped,
-        extras={**family.extras(decision.winner, spec.workload), **_times(finalists, decision.winner, plan.default)},
+        extras={**family.extras(decision.winner, workload), **_times(with_errors, decision.winner, default)},
     )
 
 

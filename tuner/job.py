@@ -54,6 +54,11 @@ class JobRequest:
             if named.name in seen:
                 raise InputError(f"workload name {named.name!r} is there twice; give each its own")
             seen.add(named.name)
+            if named.policy not in ("", self.policy):
+                raise InputError(
+                    f"workload {named.name!r} is to be measured by {named.policy}, and the policy of this job is "
+                    f"{self.policy}: a job has one policy; submit the workloads of each policy by themselves"
+                )
         if not re.fullmatch(ARCHS, self.arch):
             raise InputError(f"arch is {self.arch!r}; it must be auto, cpu, or an architecture as sm_90a")
         if self.policy not in ("auto", *POLICIES):

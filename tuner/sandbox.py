@@ -22,6 +22,7 @@ from tuner.trial import Measurement, Trial, TrialStatus, Verification
 from tuner.workload import Workload
 
 _OPEN_TIMEOUT_S = 300.0  # imports, inputs, references, and a default that may have to compile
+_DRAWS = 2  # sets of fresh inputs that a config is verified on while tuning
 _PRELOAD = {"cuda": "tuner.lab_torch", "cpu": "tuner.lab_torch"}
 _FAILURE_STATUS = {
     "crash": TrialStatus.RUN_CRASH,
@@ -81,14 +82,18 @@ class Sandbox:
         """Start the child ahead of its first request."""
         self._child.start()
 
-    def open(self, workload: Workload, default: Config, policy: str) -> Bench:
+    def open(
+        self, workload: Workload, default: Config, policy: str, *, draws: int = _DRAWS, timed: bool = True
+    ) -> Bench:
         """Make the workload's inputs and references, and verify and time its default.
+
+        A bench that is not ``timed`` only verifies, on as many ``draws`` of inputs as asked for.
 
         Raises:
             DefaultError: if the default does not run or is wrong here.
             MachineError: if somebody else kills the child again and again.
         """
-        bench = Bench(self, workload, default, policy, self._room)
+        bench = Bench(self, workload, default, policy, {**self._room, "draws": draws, "timed": timed})
         bench.ensure_open()
         return bench
 
@@ -125,7 +130,8 @@ class Bench:
     def __init__(
         self, sandbox: Sandbox, workload: Workload, default: Config, policy: str, room: Mapping[str, Any]
     ) -> None:
-        self._sandbox, self._key, self._default = sandbox, workload.key, default
+        self._sandbox, self._default = sandbox, default
+        self._key = "\n".join((workload.key, default.key, policy))  # one workload may be open by both policies
         self._open = {
             "op": "open",
             "bench": self._key,
@@ -137,13 +143,13 @@ class Bench:
         self._generation = 0
         self._finalists: list[Config] = []
 
-    def attempt(self, config: Config, compiled: Compiled, *, verify: bool = True) -> Trial:
-        """Verify and measure one compiled config; every failure of it is the trial's status."""
+    def attempt(self, config: Config, compiled: Compiled, *, verify: bool = True, measure: bool = True) -> Trial:
+        """Verify and measure one compiled config, or only the one; every failure of it is the trial's status."""
         start = time.monotonic()
         for kill in range(1, KILLS + 1):
             self.ensure_open()
             try:
-                answer = self._ask("attempt", config=config.to_dict(), verify=verify)
+                answer = self._ask("attempt", config=config.to_dict(), verify=verify, measure=measure)
                 break
             except ChildFailure as e:
                 if e.kind != "killed" or kill == KILLS:

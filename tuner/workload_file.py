@@ -16,8 +16,9 @@ Owns the file's grammar; what a workload may be is ``tuner.workload``'s.
 Packed sequences have ``lengths`` (or ``lengths_q`` and ``lengths_k``) and no seqlen: a list, a text as
 "512,1024*3", or "mean=2048,seed=0" beside batch.
 
-Lists may stand for seqlen, pattern, head_dim, batch and dtype; several make their product, and each
-workload's name tells which: ``prefill[seqlen=1024,pattern=causal]``.
+Lists may stand for seqlen, pattern, head_dim, batch, dtype and policy; several make their product, and
+each workload's name tells which: ``prefill[seqlen=1024,pattern=causal]``. ``policy`` says how these
+workloads are measured, graph or eager; without it the command's own policy holds.
 """
 
 from __future__ import annotations
@@ -31,27 +32,29 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import InputError, PatternError, WorkloadError
+from tuner.spec import POLICIES
 from tuner.workload import Workload
 
 _INTS = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "tokens", "seqlen", "heads")
 _TYPES: dict[str, type] = {
     **dict.fromkeys(_INTS, int),
-    **dict.fromkeys(("op", "dtype", "pattern", "layout"), str),
+    **dict.fromkeys(("op", "dtype", "pattern", "layout", "policy"), str),
     **dict.fromkeys(("lengths", "lengths_q", "lengths_k"), str),
     "deterministic": bool,
 }
 _LENGTHS = ("lengths", "lengths_q", "lengths_k")
 _TYPE_TEXT = {int: "a whole number", str: "a text in quotes", bool: "true or false"}
-_LISTS = ("seqlen", "pattern", "head_dim", "batch", "dtype")
+_LISTS = ("seqlen", "pattern", "head_dim", "batch", "dtype", "policy")
 _SHORT = {"seqlen": ("seqlen_q", "seqlen_k"), "heads": ("heads_q", "heads_kv"), "tokens": ("batch",)}
 
 
 @dataclass(frozen=True)
 class NamedWorkload:
-    """A workload with the name that its file gives it."""
+    """A workload with the name that its file gives it; ``policy`` is empty where the file says none."""
 
     name: str
     workload: Workload
+    policy: str = ""
 
 
 def load(path: Path) -> list[NamedWorkload]:
@@ -102,11 +105,13 @@ def _workloads(path: Path, number: int, table: dict[str, Any], defaults: dict[st
     for values in product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
         suffix = f"[{','.join(f'{k}={v}' for k, v in chosen.items())}]" if chosen else ""
+        one = {**merged, **chosen}
+        policy = one.pop("policy", "")
         try:
-            workload = Workload.from_dict(_long_form({**merged, **chosen}))
+            workload = Workload.from_dict(_long_form(one))
         except (WorkloadError, PatternError) as e:
             raise WorkloadError(f"{path}: workload {name + suffix!r}: {_line(e)}") from None
-        yield NamedWorkload(name + suffix, workload)
+        yield NamedWorkload(name + suffix, workload, policy)
 
 
 def _check_table(table: dict[str, Any], where: str) -> None:
@@ -122,6 +127,9 @@ def _check_table(table: dict[str, Any], where: str) -> None:
         if wrong:
             lists = f"; a list may stand for {', '.join(_LISTS)}" if isinstance(wrong[0], list) else ""
             raise WorkloadError(f"{where}: {key} is {wrong[0]!r}; it must be {_TYPE_TEXT[kind]}{lists}")
+        unknown = [v for v in (value if many else [value]) if key == "policy" and v not in POLICIES]
+        if unknown:
+            raise WorkloadError(f"{where}: policy is {unknown[0]!r}; it must be {' or '.join(POLICIES)}, or left out")
     for short, longs in _SHORT.items():
         both = [n for n in longs if n in table]
         if short in table and both:
@@ -163,15 +171,15 @@ def _long_form(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_distinct(path: Path, workloads: list[NamedWorkload]) -> None:
-    by_key: dict[str, str] = {}
+    by_key: dict[tuple[str, str], str] = {}
     names: set[str] = set()
     for w in workloads:
-        if w.workload.key in by_key:
-            both = f"{by_key[w.workload.key]!r} and {w.name!r}"
+        if (w.workload.key, w.policy) in by_key:
+            both = f"{by_key[w.workload.key, w.policy]!r} and {w.name!r}"
             raise WorkloadError(f"{path}: workloads {both} are the same ({w.workload.label}); drop one")
         if w.name in names:
             raise WorkloadError(f"{path}: two workloads have the name {w.name!r}; rename one")
-        by_key[w.workload.key] = w.name
+        by_key[w.workload.key, w.policy] = w.name
         names.add(w.name)
 
 

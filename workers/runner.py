@@ -28,7 +28,6 @@ from tuner.study import Event, Study, spec_for
 from tuner.target import Target, Toolchain, probe, toolchain
 from tuner.trial import TunedConfig
 from tuner.utilization import Utilization
-from tuner.workload import Workload
 from tuner.workload_file import NamedWorkload
 from workers.device_lock import lock_device
 from workers.settings import Settings
@@ -80,9 +79,14 @@ class Place:
         target = probe("fake" if script and device == "auto" else device, settings.visible_devices)
         return cls(target, toolchain(), policy_for(policy, target), tuple(only), script)
 
-    def spec(self, workload: Workload) -> StudySpec:
-        """Return the study of a workload here. Raises InputError if nothing here computes it."""
-        return spec_for(workload, self.target, self.toolchain, self.policy, self.only)
+    def spec(self, named: NamedWorkload) -> StudySpec:
+        """Return the study of a workload here, by its own policy if it has one.
+
+        Raises:
+            InputError: if nothing here computes it, or the device does not have its policy.
+        """
+        policy = policy_for(named.policy, self.target) if named.policy else self.policy
+        return spec_for(named.workload, self.target, self.toolchain, policy, self.only)
 
 
 class Runner:
@@ -129,7 +133,7 @@ class Runner:
         Raises:
             InputError: if a workload cannot be computed here by anything, before any is tuned.
         """
-        specs = [self._place.spec(n.workload) for n in workloads]
+        specs = [self._place.spec(n) for n in workloads]
         handles = [self._store.begin_study(spec, study_settings, force=force) for spec in specs]
         todo: list[_Todo] = []
         for named, spec, handle in zip(workloads, specs, handles, strict=True):
@@ -141,7 +145,7 @@ class Runner:
             else:
                 todo.append(_Todo(named, spec, handle))
         if todo:
-            self._ensure_children(study_settings)
+            self.children(study_settings)
             start, busy = time.monotonic(), self._sandbox_busy_s()
             with Utilization(self.target) as utilization:
                 for outcome in self._measure(todo, study_settings, say):
@@ -157,8 +161,11 @@ class Runner:
         waiting, active = deque(todo), deque[tuple[_Todo, Study]]()
         try:
             while waiting or active:
-                while waiting and len(active) < (_ACTIVE_STUDIES if self.target.overlaps else 1):
-                    job = waiting.popleft()
+                while len(active) < (_ACTIVE_STUDIES if self.target.overlaps else 1):
+                    job = _next(waiting, [job for job, _ in active])
+                    if job is None:
+                        break
+                    waiting.remove(job)
                     study = self._study(job, study_settings, say)
                     active.append((job, study))
                     study.begin()
@@ -199,9 +206,14 @@ class Runner:
             say=lambda event: say(job.named, event),
         )
 
-    def _ensure_children(self, study_settings: StudySettings) -> None:
-        if self._pool is not None:
-            return
+    def children(self, study_settings: StudySettings) -> tuple[CompilePool, Sandbox]:
+        """Return the compile pool and the measuring child, started when first asked for.
+
+        Raises:
+            InputError: if the cache folder cannot be used, or another process measures on the device.
+        """
+        if self._pool is not None and self._sandbox is not None:
+            return self._pool, self._sandbox
         cache_dir = self._settings.cache_dir
         try:
             cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -227,6 +239,7 @@ class Runner:
             visible_devices=visible,
         )
         self._sandbox.start()
+        return self._pool, self._sandbox
 
 
 @dataclass(frozen=True)
@@ -236,6 +249,12 @@ class _Todo:
     named: NamedWorkload
     spec: StudySpec
     handle: StudyHandle
+
+
+def _next(waiting: deque[_Todo], active: Sequence[_Todo]) -> _Todo | None:
+    """Return the first that may begin: two policies of one workload would drop each other's compiles."""
+    busy = {job.spec.workload.key for job in active}
+    return next((job for job in waiting if job.spec.workload.key not in busy), None)
 
 
 def _step(job: _Todo, study: Study) -> Outcome | None:

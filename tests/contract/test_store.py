@@ -243,6 +243,54 @@ def test_studies_are_listed_newest_first_with_what_came_of_them(store: Store) ->
         store.studies(limit=0)
 
 
+def wrong(tile: int) -> Trial:
+    return replace(ok(tile), status=TrialStatus.INCORRECT, error="relative error 1", measurement=None)
+
+
+def test_a_withdrawn_answer_its_trial_and_the_record_change_together(store: Store) -> None:
+    study = store.begin_study(SPEC, SETTINGS)
+    study.add_trial(ok(128))
+    study.finish(answer(128), {"n": 1})
+    mark = store.published_mark()
+    assert study.withdraw(answer(128), wrong(128), answer(96), {"why": "wrong"})
+    assert (study.trials(), study.tuned(), study.done) == ([wrong(128)], answer(96), True)
+    assert study.stats() == {"n": 1, "withdrawn": [{"why": "wrong"}]}
+    assert [(p.version, p.tuned) for p in store.published()] == [(2, answer(96))]
+    assert store.published_mark() != mark  # or nobody who keeps answers would look again
+    assert study.withdraw(answer(96), wrong(96), answer(64), {"why": "too"})
+    assert study.stats()["withdrawn"] == [{"why": "wrong"}, {"why": "too"}]
+
+
+def test_an_answer_that_is_another_by_now_is_not_withdrawn(store: Store) -> None:
+    study = store.begin_study(SPEC, SETTINGS)
+    study.add_trial(ok(128))
+    study.finish(answer(96), {"n": 1})
+    assert not study.withdraw(answer(128), wrong(128), answer(64), {"why": "wrong"})
+    assert (study.trials(), study.tuned(), study.stats()) == ([ok(128)], answer(96), {"n": 1})
+
+
+def test_a_withdrawal_that_fails_halfway_changes_nothing(store: Store) -> None:
+    study = store.begin_study(SPEC, SETTINGS)
+    study.add_trial(ok(128))
+    study.finish(answer(128), {"n": 1})
+    with pytest.raises(TypeError):
+        study.withdraw(answer(128), wrong(128), replace(answer(96), extras={"no": {1, 2}}), {"why": "wrong"})
+    assert (study.trials(), study.tuned(), study.stats()) == ([ok(128)], answer(128), {"n": 1})
+    assert [p.version for p in store.published()] == [1]
+
+
+def test_an_older_answer_stays_older_when_it_is_withdrawn(store: Store) -> None:
+    older = store.begin_study(SPEC, SETTINGS)
+    older.finish(answer(128), {})
+    newer = store.begin_study(SPEC, SETTINGS, force=True)
+    newer.finish(answer(96), {})
+    assert older.withdraw(answer(128), wrong(128), answer(64), {})
+    assert [(p.version, p.tuned) for p in store.published()] == [(2, answer(96))]
+    found = store.answer(older)
+    assert found is not None
+    assert (found.version, found.tuned, found.study_id) == (1, answer(64), older.id)
+
+
 def test_published_has_the_newest_version_of_each_answer(store: Store) -> None:
     twin = replace(SPEC, families=("fake/1",))  # other families, the same question
     for spec, tile in ((SPEC, 64), (twin, 96), (replace(SPEC, policy="eager"), 32)):

@@ -12,7 +12,7 @@ from tuner import stats
 from tuner.children import ChildFailure
 from tuner.config import Config
 from tuner.errors import DefaultError, MachineError
-from tuner.finals import finalists, hold
+from tuner.finals import finalists, hold, without_failed
 from tuner.plan import Plan
 from tuner.sandbox import FinalistFailed, Rounds
 from tuner.spec import StudySettings, StudySpec
@@ -235,3 +235,26 @@ def test_a_failing_finalist_does_not_make_up_for_a_lost_child() -> None:
     bench = ScriptedBench({DEFAULT: 1.0, fake(1): 1.5, fake(0): 2.0}, losses=2, crashing=[fake(0)])
     assert held(bench, plan({fake(0): 2.0, fake(1): 1.9}), []).config == fake(1)
     assert len(bench.held) == 4
+
+
+def answered(trials: dict[str, Trial], *, speed: dict[Config, float]) -> TunedConfig:
+    return without_failed(played(speed), trials, SPEC.workload, SETTINGS)  # type: ignore[arg-type]
+
+
+def test_deciding_again_leaves_out_what_failed_later() -> None:
+    speed = {fake(0): 1.5, fake(1): 1.45, RIVAL: 1.2}
+    trials = dict(plan(speed).trials)
+    trials[fake(0).key] = failed(fake(0))
+    again = answered(trials, speed=speed)
+    assert (again.config, again.verdict) == (fake(1), Verdict.PUBLISHED)
+    assert again.speedup == pytest.approx(1.45)
+    assert [f.config for f in again.finalists] == [DEFAULT, RIVAL, fake(1)]
+    assert again.verification == trials[fake(1).key].verification
+    assert again.reason.endswith("decided again without 1 finalist(s) found wrong later")
+
+
+def test_deciding_again_keeps_the_default_where_nothing_else_is_right() -> None:
+    speed = {fake(0): 1.5, fake(1): 1.45}
+    trials = {**plan(speed).trials, **{c.key: failed(c) for c in speed}, DEFAULT.key: failed(DEFAULT)}
+    again = answered(trials, speed=speed)
+    assert (again.config, again.verdict, again.speedup) == (DEFAULT, Verdict.KEPT_DEFAULT, 1.0)

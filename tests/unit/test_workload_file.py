@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -299,3 +300,33 @@ def test_what_is_wrong_with_lengths_is_said(tmp_path: Path, line: str, says: str
     with pytest.raises(WorkloadError, match=says) as caught:
         loaded(tmp_path, f'[[workload]]\nname = "w"\nheads = 4\nhead_dim = 64\n{line}\n')
     assert "\n" not in str(caught.value)
+
+
+def test_a_policy_belongs_to_a_group_and_a_list_of_them_makes_one_of_each(tmp_path: Path) -> None:
+    text = (
+        f'[[workload]]\nname = "a"\n{_SHORT}policy = ["graph", "eager"]\n'
+        f'[[workload]]\nname = "b"\n{_SHORT}pattern = "causal"\npolicy = "eager"\n'
+        f'[[workload]]\nname = "c"\n{_SHORT}pattern = "alibi"\n'
+    )
+    found = loaded(tmp_path, text)
+    assert [(w.name, w.policy) for w in found] == [
+        ("a[policy=graph]", "graph"), ("a[policy=eager]", "eager"), ("b", "eager"), ("c", ""),
+    ]  # fmt: skip
+    assert found[0].workload == found[1].workload
+
+
+def test_a_policy_of_the_defaults_holds_where_a_group_says_none(tmp_path: Path) -> None:
+    text = f'[defaults]\npolicy = "eager"\n[[workload]]\nname = "a"\n{_SHORT}\n'
+    text += f'[[workload]]\nname = "b"\n{_SHORT}pattern = "causal"\npolicy = "graph"\n'
+    assert [w.policy for w in loaded(tmp_path, text)] == ["eager", "graph"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [('"fast"', "policy is 'fast'; it must be graph or eager"), ("3", "policy is 3; it must be a text"),
+     ('["graph", "auto"]', "policy is 'auto'; it must be graph or eager"),
+     ('["eager", "eager"]', "are the same")],
+)  # fmt: skip
+def test_a_wrong_policy_is_refused(tmp_path: Path, policy: str, said: str) -> None:
+    with pytest.raises(WorkloadError, match=re.escape(said)):
+        loaded(tmp_path, f'[[workload]]\nname = "w"\n{_SHORT}policy = {policy}\n')

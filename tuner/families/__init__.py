@@ -28,6 +28,7 @@ REGISTRY: dict[str, str] = {
     "fa4_bwd_sm100": "tuner.families.fa4_bwd_sm100:FAMILY",
     "fa4_joint_sm90": "tuner.families.fa4_joint_sm90:FAMILY",
     "fa4_joint_sm100": "tuner.families.fa4_joint_sm100:FAMILY",
+    "flex_triton_autotune": "tuner.families.flex_stock:TRITON_AUTOTUNE",
     "flex_triton": "tuner.families.flex_triton:FAMILY",
     "flex_cpu": "tuner.families.flex_cpu:FAMILY",
     "sdpa_cpu": "tuner.families.sdpa:CPU",
@@ -37,6 +38,9 @@ REGISTRY: dict[str, str] = {
 # Compete only where no other family has anything to tune, or if named. Triton's compiles on the GPU, one
 # config after the other at about ten seconds each, and FA4's kernels beat it 1.2 to 3 times where they run.
 SECOND_CHOICE = ("flex_triton",)
+
+# Compete only if named: torch.compile's autotuning takes about a minute for each workload.
+ONLY_NAMED = ("flex_triton_autotune",)
 
 # Never compete unless named: the instruments of honesty checks.
 INSTRUMENTS: dict[str, str] = {
@@ -69,7 +73,8 @@ def able(workload: Workload, target: Target, only: Sequence[str] = ()) -> tuple[
         ConfigError: if ``only`` names an unknown family.
     """
     can, refused = [], {}
-    for name in [n for n in REGISTRY if not only or n in only] + [n for n in only if n not in REGISTRY]:
+    usual = [n for n in REGISTRY if (n in only if only else n not in ONLY_NAMED)]
+    for name in usual + [n for n in only if n not in REGISTRY]:
         family = load(name)
         reason = family.refuses(workload, target)
         if reason:

@@ -19,13 +19,20 @@ DEFAULT_BLOCK = 128  # FlexAttention's BLOCK_SIZE where none is given
 
 
 def build(
-    workload: Workload, device: str, block: tuple[int, int], options: Any = None, *, full_blocks: bool = True
+    workload: Workload,
+    device: str,
+    block: tuple[int, int],
+    options: Any = None,
+    *,
+    full_blocks: bool = True,
+    mode: str | None = None,
 ) -> Kernel:
     """Return flex_attention under torch.compile for the pattern, with a BlockMask of ``block`` = (q, kv).
 
-    Takes inputs of shape (batch, seqlen, heads, head_dim) and returns the output likewise, or for a
-    backward workload dq, dk and dv; for both together all four. Raises PatternError if these are not all the
-    gradients wanted. A call raises RuntimeError if torch.compile has given up on it.
+        Takes inputs of shape (batch, seqlen, heads, head_dim) and returns the output likewise, or for a
+            backward workload dq, dk and dv; for both together all four. Raises PatternError if these are not all the
+        gradients wanted. A call raises RuntimeError if torch.compile has given up on it. ``mode`` is
+    torch.compile's.
     """
     score_mod = pattern_torch.score_mod(workload)
     block_mask = make_block_mask(workload, device, block, full_blocks=full_blocks)
@@ -38,7 +45,7 @@ def build(
             q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=gqa, kernel_options=options
         )
 
-    compiled = torch.compile(_own_code(attend), dynamic=False, fullgraph=True)
+    compiled = torch.compile(_own_code(attend), dynamic=False, fullgraph=True, mode=mode)
 
     if workload.op != "fwd":
         pattern_torch.refuse_captured_gradients(score_mod)

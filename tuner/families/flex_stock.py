@@ -17,8 +17,11 @@ class FlexStock(Untunable):
     compile_in = "device"  # Inductor compiles and FA4 JITs on the first call, which needs a GPU
     lab = "tuner.lab_torch:TorchLab"
 
-    def __init__(self, name: str, backend: str, arches: tuple[str, ...], max_head_dim: int) -> None:
+    def __init__(
+        self, name: str, backend: str, arches: tuple[str, ...], max_head_dim: int, mode: str | None = None
+    ) -> None:
         self.name = name
+        self._mode = mode  # torch.compile's
         self._backend, self._arches, self._max_head_dim = backend, arches, max_head_dim
 
     def refuses(self, workload: Workload, target: Target) -> str:
@@ -52,7 +55,7 @@ class FlexStock(Untunable):
         from tuner.families import flex
 
         block = (flex.DEFAULT_BLOCK, flex.DEFAULT_BLOCK)
-        return flex.build(workload, "cuda", block, {"BACKEND": self._backend})
+        return flex.build(workload, "cuda", block, {"BACKEND": self._backend}, mode=self._mode)
 
 
 def _flash_bwd_refused(workload: Workload, target: Target) -> str:
@@ -71,3 +74,6 @@ def _flash_bwd_refused(workload: Workload, target: Target) -> str:
 
 FLASH = FlexStock("flex_flash_stock", "FLASH", ("sm_90a", "sm_100a"), 256)
 TRITON = FlexStock("flex_triton_stock", "TRITON", (), 512)
+# What a user of torch.compile can ask for: Inductor times some configs of FlexAttention's Triton kernel on its
+# first call. Without CUDA graphs of its own, since the policy says whether a graph is replayed.
+TRITON_AUTOTUNE = FlexStock("flex_triton_autotune", "TRITON", (), 512, "max-autotune-no-cudagraphs")
