@@ -5,12 +5,15 @@ Another run of the same study is no neighbour: who measures again wants to know,
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from sqlalchemy import exists, select
 from sqlalchemy.orm import Session
 
 from db.models import StudyModel, TrialModel
 from db.session import Database
 from db.study import digest, target_of
+from tuner.errors import Unreadable
 from tuner.priors import Neighbour, nearest
 from tuner.spec import StudySpec
 from tuner.trial import Trial
@@ -37,10 +40,14 @@ def neighbours(database: Database, spec: StudySpec) -> list[Neighbour]:
     with database.read() as session:
         ids: dict[Neighbour, str] = {}
         for row in session.execute(query):
-            workload = database.value(Workload.from_dict, row.workload)
-            ids.setdefault(Neighbour(workload, database.value(target_of, row.target), ()), row.id)
-        near = nearest(spec.workload, spec.target, list(ids))
-        return [Neighbour(n.workload, n.target, _trials(database, session, ids[n], spec)) for n in near]
+            with suppress(Unreadable):  # a study of another version helps nobody here, and hinders nobody
+                workload = database.value(Workload.from_dict, row.workload)
+                ids.setdefault(Neighbour(workload, database.value(target_of, row.target), ()), row.id)
+        found = []
+        for n in nearest(spec.workload, spec.target, list(ids)):
+            with suppress(Unreadable):
+                found.append(Neighbour(n.workload, n.target, _trials(database, session, ids[n], spec)))
+        return found
 
 
 def _trials(database: Database, session: Session, study_id: str, spec: StudySpec) -> tuple[Trial, ...]:

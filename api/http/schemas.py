@@ -23,7 +23,7 @@ from tuner.trial import Verdict
 from tuner.workload import DTYPE_SHORT, DTYPES, LAYOUTS, MAX_SIZE, OPS
 
 Size = Annotated[int, Field(ge=1, le=MAX_SIZE)]
-Scope = Literal["read", "submit", "worker", "admin"]
+Scope = Literal["read", "submit", "admin"]
 ARCH = "^(cpu|fake|sm_[0-9]{2,3}a?)$"
 
 
