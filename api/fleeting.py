@@ -33,10 +33,10 @@ def fleet(
     o.stdout.print(table)
 
 
-def fleet_rows(store: Store, every: bool) -> list[dict[str, Any]]:
+def fleet_rows(store: Store, every: bool, limit: int | None = None) -> list[dict[str, Any]]:
     """Return the workers as plain JSON values, each with how far its times are off its class's."""
     off = deviations(store.fleet.readings())
-    return [_row(w, off.get(w.node)) for w in store.fleet.workers(alive_only=not every)]
+    return [_row(w, off.get(w.node)) for w in store.fleet.workers(alive_only=not every, limit=limit)]
 
 
 def _row(worker: WorkerInfo, off: Deviation | None) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from api.service_rules import FOLLOW_S, Patience, checked_key, checked_ref, is_last
+from api.service_rules import FOLLOW_S, Patience
 from db.store import Store
-from db.values import JobEvent
+from db.values import LAST_KINDS, JobEvent
 from tuner.errors import Unavailable
 from tuner.job import JobRequest
 
@@ -29,19 +29,18 @@ class StoreService:
         self._store.close()
 
     def submit(self, request: JobRequest, idempotency_key: str | None = None) -> tuple[dict[str, Any], bool]:
-        key = None if idempotency_key is None else checked_key(idempotency_key)
-        job, created = self._store.jobs.submit(request, idempotency_key=key)
+        job, created = self._store.jobs.submit(request, idempotency_key=idempotency_key)
         return job.to_dict(), created
 
     def job(self, ref: str) -> dict[str, Any]:
-        return self._store.jobs.get(checked_ref(ref)).to_dict()
+        return self._store.jobs.get(ref).to_dict()
 
     def jobs(self, *, state: str | None = None, after: str | None = None, limit: int = 50) -> dict[str, Any]:
         page = self._store.jobs.list(state=state, after=after, limit=limit)
         return {"items": [job.to_dict() for job in page.items], "next": page.next}
 
     def cancel(self, ref: str) -> dict[str, Any]:
-        return self._store.jobs.cancel(checked_ref(ref)).to_dict()
+        return self._store.jobs.cancel(ref).to_dict()
 
     def events(self, ref: str, after: str = "") -> Iterator[dict[str, Any]]:
         job_id, cursor = self.job(ref)["id"], after
@@ -57,7 +56,7 @@ class StoreService:
             for event in found:
                 cursor = event.cursor
                 yield event.to_dict()
-            if over or any(is_last(event.kind) for event in found):
+            if over or any(event.kind in LAST_KINDS for event in found):
                 return
             if not found:
                 time.sleep(_POLL_S)
@@ -67,9 +66,9 @@ class StoreService:
 
         The state alone does not say: it can be seen a moment before the event can.
         """
-        if not self._store.jobs.get(job_id).state.ended:
+        if not self._store.jobs.state(job_id).ended:
             return False
         seen: list[JobEvent] = []
         while page := self._store.jobs.events(job_id, after=seen[-1].cursor if seen else "", limit=_EVENTS):
             seen += page
-        return any(is_last(event.kind) for event in seen)
+        return any(event.kind in LAST_KINDS for event in seen)

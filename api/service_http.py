@@ -18,7 +18,8 @@ from http.client import HTTPConnection, HTTPException, HTTPMessage, HTTPResponse
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
-from api.service_rules import FOLLOW_S, Patience, checked_key, checked_ref, is_last
+from api.service_rules import FOLLOW_S, Patience
+from db.values import LAST_KINDS, checked_key, checked_ref
 from tuner import __version__
 from tuner.errors import Conflict, FlashtuneError, InputError, NotFound, Unavailable
 from tuner.job import JobRequest
@@ -83,7 +84,7 @@ class HttpService:
                     for event in _events(stream, self._url):
                         cursor = event["cursor"]
                         yield event
-                        if is_last(event["kind"]):
+                        if event["kind"] in LAST_KINDS:
                             return
                     if stream.status == _NO_CONTENT and cursor == after:  # else the last event is about to be seen
                         return

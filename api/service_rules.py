@@ -1,16 +1,13 @@
-"""What asking over HTTP and asking the database share: patience, and how ids and keys are spelt."""
+"""What asking over HTTP and asking the database share: patience."""
 
 from __future__ import annotations
 
 import random
-import re
 import time
 
-from db.values import JobState
-from tuner.errors import InputError, NotFound, Unavailable
+from tuner.errors import Unavailable
 
 FOLLOW_S = 120.0  # how long following a job outlasts a service that is away: restarts and failovers are shorter
-_LAST_KINDS = frozenset(str(s) for s in JobState if s.ended)  # the kind of a job's last event
 
 
 class Patience:
@@ -37,25 +34,3 @@ class Patience:
             raise error
         time.sleep(pause_s)
         self._pause_s = min(2 * self._pause_s, 5.0)
-
-
-def checked_ref(ref: str) -> str:
-    """Return a job's id, or its beginning, in its one spelling. Raises NotFound if it can be none."""
-    wanted = ref.strip().lower()
-    if not re.fullmatch(r"[0-9a-f]{1,12}", wanted):
-        raise NotFound(f"{ref!r:.60} is no job id (up to 12 hexadecimal digits); see `flashtune jobs`")
-    return wanted
-
-
-def checked_key(key: str) -> str:
-    """Return an Idempotency-Key that fits into an HTTP header. Raises InputError."""
-    if not re.fullmatch(r"[!-~]{1,255}", key):
-        raise InputError(
-            f"idempotency key {key!r:.60} is no text of 1 to 255 printable ASCII characters without blanks"
-        )
-    return key
-
-
-def is_last(kind: str) -> bool:
-    """Tell whether no event of a job follows one of this kind."""
-    return kind in _LAST_KINDS

@@ -41,8 +41,10 @@ class Fleet:
                 )
             )
 
-    def beat(self, worker_id: str, doing: str = "", held: Collection[int] = ()) -> None:
+    def beat(self, worker_id: str, doing: str = "", held: Collection[int] = ()) -> bool:
         """Say that a worker lives, and extend the leases of the work that it holds, named by ids.
+
+        Returns whether it is known: one that was silent for days may have been forgotten.
 
         Only of that: a lease given in an answer that was lost on its way runs out. Work that went to
         another meanwhile is not touched.
@@ -50,13 +52,14 @@ class Fleet:
         until = self._database.clock() + self._lease_s
         mine = (WorkModel.worker_id == worker_id) & (WorkModel.state == "leased") & WorkModel.id.in_(held)
         with self._database.write_soft() as connection:
-            connection.execute(
+            known = connection.execute(
                 update(WorkerModel)
                 .where(WorkerModel.id == worker_id)
                 .values(heartbeat_at=datetime.now(UTC), doing=doing, stopped_at=None)
             )
             if held:
                 connection.execute(update(WorkModel).where(mine).values(lease_until=until))
+            return known.rowcount == 1
 
     def stop(self, worker_id: str) -> None:
         """Say that a worker has ended in good order; what it holds can be had at once, at no cost."""
@@ -74,9 +77,9 @@ class Fleet:
         with self._database.write_soft() as connection:
             connection.execute(dead)
 
-    def workers(self, *, alive_only: bool = False) -> list[WorkerInfo]:
-        """Return the workers, those that began last first."""
-        query = select(WorkerModel).order_by(WorkerModel.started_at.desc(), WorkerModel.id)
+    def workers(self, *, alive_only: bool = False, limit: int | None = None) -> list[WorkerInfo]:
+        """Return the workers, or the first ``limit`` of them, those that began last first."""
+        query = select(WorkerModel).order_by(WorkerModel.started_at.desc(), WorkerModel.id).limit(limit)
         if alive_only:
             heard = datetime.now(UTC) - SILENT_AFTER
             query = query.where(WorkerModel.stopped_at.is_(None), WorkerModel.heartbeat_at > heard)

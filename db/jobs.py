@@ -10,24 +10,22 @@ import json
 import re
 import uuid
 from collections import Counter
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
+from typing import Any
 
 from sqlalchemy import func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
-from db import events, outbox, settling
+from db import events, settling
 from db.models import IdempotencyModel, JobItemModel, JobModel, TrialModel, TunedConfigModel
 from db.session import Database
 from db.study import digest
-from db.values import Job, JobEvent, JobItem, JobState, Page
+from db.values import LIVE, Job, JobEvent, JobItem, JobState, Page, checked_key, checked_ref
 from tuner.errors import Conflict, InputError, NotFound
 from tuner.job import JobRequest
 from tuner.trial import TunedConfig
 from tuner.workload import Workload
-
-KEEP_KEYS = timedelta(hours=24)  # an Idempotency-Key is remembered for that long
-_LIVE = (str(JobState.QUEUED), str(JobState.RUNNING))
 
 
 class _Replayed(Exception):
@@ -49,8 +47,8 @@ class Jobs:
             Conflict: if the key was used for another request.
             InputError: if the key is empty, or longer than 255 characters.
         """
-        if idempotency_key is not None and not re.fullmatch(r"[\x21-\x7e]{1,255}", idempotency_key):
-            raise InputError(f"Idempotency-Key {idempotency_key[:40]!r} is not 1 to 255 visible ASCII characters")
+        if idempotency_key is not None:
+            checked_key(idempotency_key)
         job_id = uuid.uuid4().hex[:12]
         document = request.to_dict()
         body_hash = digest(json.dumps(document, sort_keys=True))
@@ -113,7 +111,7 @@ class Jobs:
             row = self._find(session, ref)
             if not JobState(row.state).ended:
                 now = datetime.now(UTC)
-                live = (JobItemModel.job_id == row.id) & JobItemModel.state.in_(_LIVE)
+                live = (JobItemModel.job_id == row.id) & JobItemModel.state.in_(LIVE)
                 studies = session.scalars(select(JobItemModel.study_id).where(live).distinct()).all()
                 session.execute(update(JobItemModel).where(live).values(state=str(JobState.CANCELLED), updated_at=now))
                 row.state, row.updated_at, row.finished_at = str(JobState.CANCELLED), now, now
@@ -180,7 +178,6 @@ class Jobs:
             for i, named in enumerate(request.workloads)
         )
         events.add(session, job_id, "submitted", {"workloads": len(request.workloads)})
-        outbox.put(session, "control", job_id)
 
     def _take_key(self, session: Session, key: str, body_hash: str, job_id: str) -> None:
         table = postgresql if self._database.dialect == "postgresql" else sqlite
@@ -200,9 +197,7 @@ class Jobs:
         return self.get(job_id)
 
     def _find(self, session: Session, ref: str) -> JobModel:
-        wanted = ref.strip().lower()
-        if not re.fullmatch(r"[0-9a-f]{1,12}", wanted):
-            raise NotFound(f"{ref[:40]!r} is no job id (up to 12 hexadecimal digits); see `flashtune jobs`")
+        wanted = checked_ref(ref)
         match = JobModel.id == wanted if len(wanted) == 12 else JobModel.id.startswith(wanted)
         rows = session.scalars(select(JobModel).where(match).limit(2)).all()
         if len(rows) != 1:
@@ -223,7 +218,7 @@ class Jobs:
             JobItem(
                 position=row.position,
                 name=row.name,
-                workload=value(Workload.from_dict, row.workload),
+                workload=_shown(row.workload),
                 state=JobState(row.state),
                 study_id=row.study_id,
                 error=row.error,
@@ -232,6 +227,13 @@ class Jobs:
             )
             for row, count, tuned in session.execute(query)
         )
+
+
+def _shown(stored: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return Workload.from_dict(stored).to_dict()
+    except (InputError, AttributeError, TypeError, ValueError):
+        return stored  # of another version: the item's error says so
 
 
 def _counts(session: Session, job_ids: list[str]) -> dict[str, Counter[str]]:

@@ -57,7 +57,7 @@ class Keys:
 
     def find(self, text: str) -> ApiKey | None:
         """Return the key with this text; None if there is none, or it is revoked."""
-        if not re.fullmatch(r"ft_[A-Za-z0-9_-]{43}", text):
+        if not is_key(text):
             return None
         with self._database.read() as session:
             row = session.scalar(select(ApiKeyModel).where(ApiKeyModel.sha256 == _digest(text)))
@@ -105,6 +105,11 @@ class Keys:
                 connection.execute(used)
 
 
+def is_key(text: str) -> bool:
+    """Tell whether a text can be a key at all, without asking the database."""
+    return re.fullmatch(_PREFIX + "[A-Za-z0-9_-]{43}", text) is not None
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -114,7 +119,7 @@ def _value(row: ApiKeyModel) -> ApiKey:
         id=row.id,
         name=row.name,
         prefix=row.prefix,
-        scopes=tuple(row.scopes),
+        scopes=tuple(s for s in row.scopes if s in SCOPES),  # a scope of an older version says nothing
         rate_per_minute=row.rate_per_minute,
         created_at=row.created_at,
         last_used_at=row.last_used_at,

@@ -222,7 +222,6 @@ class WorkModel(Base):
     worker_id: Mapped[str | None] = mapped_column(String(32))
     compiled: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True))
     busy_s: Mapped[float] = mapped_column(Float)  # device time that it took
-    error: Mapped[str] = mapped_column(PlainText)  # of the last attempt that a machine spoiled
 
 
 class EventModel(Base):
@@ -237,18 +236,6 @@ class EventModel(Base):
     kind: Mapped[str] = mapped_column(String(16))
     at: Mapped[datetime] = mapped_column(UtcDateTime)
     data: Mapped[dict[str, Any]] = mapped_column(JSON)
-
-
-class OutboxModel(Base):
-    """Messages to send, stored with what they are about: a crash between the two loses neither."""
-
-    __tablename__ = "outbox"
-    __table_args__ = ({"sqlite_autoincrement": True},)
-
-    id: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
-    queue: Mapped[str] = mapped_column(Text)
-    ref: Mapped[str] = mapped_column(Text)
-    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
 class WorkerModel(Base):
@@ -305,4 +292,4 @@ class ArtifactModel(Base):
 
     sha256: Mapped[str] = mapped_column(String(64), primary_key=True)
     data: Mapped[bytes] = mapped_column(LargeBinary)
-    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime, index=True)  # or published again

@@ -5,7 +5,7 @@ Every change here may be tried by several dispatchers at once; exactly one succe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -15,15 +15,16 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from db import events, settling
-from db.models import DONE, FINALS, RUNNING, IdempotencyModel, JobItemModel, JobModel, StudyModel, WorkModel
+from db.models import DONE, FINALS, RUNNING, JobItemModel, JobModel, StudyModel, WorkModel
 from db.session import Database
-from db.study import StudyHandle, begin
+from db.study import StudyHandle, begin, settings_of
 from db.values import JobState, StudyProgress
 from db.work import compiled_of
 from tuner.artifact import Artifact
 from tuner.compile import Compiled
 from tuner.config import Config
-from tuner.spec import StudySettings, StudySpec
+from tuner.errors import Unreadable
+from tuner.spec import StudySpec
 from tuner.workload import Workload
 
 
@@ -65,11 +66,15 @@ class Planning:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def waiting(self, limit: int = 200, *, archs: Sequence[str] | None = None) -> list[WaitingItem]:
+    def waiting(
+        self, limit: int = 200, *, archs: Sequence[str] | None = None, aside: dict[int, str] | None = None
+    ) -> list[WaitingItem]:
         """Return items without a study, those whose turn it is first: one of each job, then the second of each.
 
-        With ``archs``, only those that one of these may do.
+        With ``archs``, only those that one of these may do. Items that cannot be read are left out; their ids go
+        into ``aside``, with what is wrong.
         """
+        aside = {} if aside is None else aside
         nth = func.row_number().over(partition_by=JobItemModel.job_id, order_by=JobItemModel.position)
         query = (
             select(JobItemModel, JobModel.request)
@@ -80,32 +85,37 @@ class Planning:
         )
         if archs is not None:
             query = query.where(JobModel.request["arch"].as_string().in_(("auto", *archs)))
-        value = self._database.value
+        items = []
         with self._database.read() as session:
-            return [
-                WaitingItem(
-                    id=row.id,
-                    job_id=row.job_id,
-                    name=row.name,
-                    workload=value(Workload.from_dict, row.workload),
-                    arch=request["arch"],
-                    policy=request["policy"],
-                    families=tuple(request["families"]),
-                )
-                for row, request in session.execute(query)
-            ]
+            for row, request in session.execute(query):
+                try:
+                    items.append(self._waiting(row, request))
+                except Unreadable as e:
+                    aside[row.id] = str(e)
+        return items
+
+    def _waiting(self, row: JobItemModel, request: Mapping[str, Any]) -> WaitingItem:
+        return WaitingItem(
+            id=row.id,
+            job_id=row.job_id,
+            name=row.name,
+            workload=self._database.value(Workload.from_dict, row.workload),
+            arch=request["arch"],
+            policy=request["policy"],
+            families=tuple(request["families"]),
+        )
 
     def bind(self, item_id: int, spec: StudySpec, class_key: str, compile_key: str) -> str | None:
         """Give an item its study, new or under way; end the item at once if the answer is known.
 
-        Returns the study's id, or None if the item no longer waits.
+        Returns the study's id, or None if the item no longer waits. Raises Unreadable.
         """
         with self._database.write(alone=True) as session:
             item = session.get(JobItemModel, item_id)
             if item is None or item.state != JobState.QUEUED:
                 return None
             job = session.get_one(JobModel, item.job_id)
-            settings = StudySettings(**job.request["settings"])
+            settings = self._database.value(settings_of, job.request["settings"])
             study = begin(session, spec, settings, force=job.request["force"])
             session.flush()
             item.study_id, item.updated_at = study.id, datetime.now(UTC)
@@ -229,14 +239,15 @@ class Planning:
         for study_id in found:
             with self._database.write(alone=True) as session:
                 study = session.get_one(StudyModel, study_id)
-                tuned = StudyHandle(self._database, study).tuned_in(session)
-                if study.state == DONE and tuned is not None:
+                if study.state != DONE:
+                    continue
+                try:
+                    tuned = StudyHandle(self._database, study).tuned_in(session)
+                except Unreadable as e:
+                    settling.end_study(session, study, None, str(e))
+                    continue
+                if tuned is not None:
                     settling.end_study(session, study, tuned)
-
-    def forget(self, before: datetime) -> None:
-        """Drop the Idempotency-Keys that were used before a moment."""
-        with self._database.write_soft() as connection:
-            connection.execute(delete(IdempotencyModel).where(IdempotencyModel.created_at < before))
 
 
 _BUSY = select(func.coalesce(func.sum(WorkModel.busy_s), 0.0))
@@ -296,5 +307,4 @@ def _row(study_id: str, kind: str, key: str, config: Config | None, stage: str, 
         "begun": False,
         "deaths": 0,
         "busy_s": 0.0,
-        "error": "",
     }

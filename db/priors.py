@@ -6,6 +6,7 @@ Another run of the same study is no neighbour: who measures again wants to know,
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from sqlalchemy import exists, select
 from sqlalchemy.orm import Session
@@ -13,6 +14,7 @@ from sqlalchemy.orm import Session
 from db.models import StudyModel, TrialModel
 from db.session import Database
 from db.study import digest, target_of
+from tuner.errors import Unreadable
 from tuner.families import load
 from tuner.families.joint import Joint
 from tuner.priors import Neighbour, added, nearest
@@ -42,8 +44,9 @@ def neighbours(database: Database, spec: StudySpec) -> list[Neighbour]:
     with database.read() as session:
         ids: dict[Neighbour, str] = {}
         for row in session.execute(query):
-            workload = database.value(Workload.from_dict, row.workload)
-            ids.setdefault(Neighbour(workload, database.value(target_of, row.target), ()), row.id)
+            with suppress(Unreadable):  # a study of another version helps nobody here, and hinders nobody
+                workload = database.value(Workload.from_dict, row.workload)
+                ids.setdefault(Neighbour(workload, database.value(target_of, row.target), ()), row.id)
         names = [name.partition("/")[0] for name in spec.families]
 
         def stored(n: Neighbour, *families: str) -> Neighbour:
@@ -53,13 +56,14 @@ def neighbours(database: Database, spec: StudySpec) -> list[Neighbour]:
         halves = _halves(ids) if pairs else {}
         found = []
         for n in nearest(spec.workload, spec.target, [*ids, *halves]):
-            if n in ids:
-                found.append(stored(n, *names))
-                continue
-            forward, backward = halves[n]
-            for f in pairs:
-                mine, theirs = stored(forward, f.forward.family.name), stored(backward, f.backward.family.name)
-                found.append(added(mine, theirs, f.join))
+            with suppress(Unreadable):
+                if n in ids:
+                    found.append(stored(n, *names))
+                    continue
+                forward, backward = halves[n]
+                for f in pairs:
+                    mine, theirs = stored(forward, f.forward.family.name), stored(backward, f.backward.family.name)
+                    found.append(added(mine, theirs, f.join))
         return found
 
 

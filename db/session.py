@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session
 from db import engine as engines
 from db.engine import ACCESS, RESTORE
 from db.models import Base
-from tuner.errors import InputError, StorageError, Unavailable
+from tuner.errors import InputError, StorageError, Unavailable, Unreadable
 
 T = TypeVar("T")
 
@@ -144,12 +144,13 @@ class Database:
             raise self.error(f"it holds JSON that cannot be read ({e})", RESTORE) from e
 
     def value(self, make: Callable[[Any], T], stored: Any) -> T:
-        """Build a value of ``tuner`` from its stored form; StorageError if that form is wrong."""
+        """Build a value of ``tuner`` from its stored form; Unreadable if that form is wrong."""
         try:
             return make(stored)
         except (InputError, AttributeError, KeyError, TypeError, ValueError) as e:
             text = f"it holds a value that cannot be read ({type(e).__name__}: {e})"
-            raise self.error(text, RESTORE) from e
+            next_step = f"upgrade flashtune if a newer one wrote it, or {RESTORE}"
+            raise Unreadable(f"database {self.label}: {text}; {next_step}") from e
 
     def error(self, what: str, next_step: str) -> StorageError:
         return StorageError(f"database {self.label}: {what}; {next_step}")

@@ -15,16 +15,14 @@ from sqlalchemy.orm import Session
 
 from db import events
 from db.models import FAILED, RUNNING, JobItemModel, JobModel, StudyModel
-from db.values import JobState, answer_dict
+from db.values import LIVE, JobState, answer_dict
 from tuner.trial import TunedConfig
-
-_LIVE = (str(JobState.QUEUED), str(JobState.RUNNING))
 
 
 def end_study(session: Session, study: StudyModel, tuned: TunedConfig | None, error: str = "") -> None:
     """End every item that waits for a study: with its answer, or with an error."""
     study.wanted = False
-    waiting = select(JobItemModel).where(JobItemModel.study_id == study.id, JobItemModel.state.in_(_LIVE))
+    waiting = select(JobItemModel).where(JobItemModel.study_id == study.id, JobItemModel.state.in_(LIVE))
     for item in session.scalars(waiting.order_by(JobItemModel.job_id, JobItemModel.position)).all():
         end_item(session, item, tuned, error)
 
@@ -69,8 +67,16 @@ def settle_job(session: Session, job_id: str) -> None:
 
 
 def forsake(session: Session, study_id: str) -> None:
-    """Stop work on a study that no item waits for any more; what it knows stays."""
-    waiting = select(func.count()).where(JobItemModel.study_id == study_id, JobItemModel.state.in_(_LIVE))
-    study = session.get(StudyModel, study_id)
-    if study is not None and not session.scalar(waiting):
-        study.wanted = False
+    """Stop work on a study that no item waits for any more; what it knows stays.
+
+    Where others still wait, it has their priority: the highest.
+    """
+    waiting = (
+        select(func.max(JobModel.priority))
+        .join(JobItemModel, JobItemModel.job_id == JobModel.id)
+        .where(JobItemModel.study_id == study_id, JobItemModel.state.in_(LIVE))
+    )
+    study, priority = session.get(StudyModel, study_id), session.scalar(waiting)
+    if study is not None:
+        study.wanted = priority is not None
+        study.priority = study.priority if priority is None else priority

@@ -22,11 +22,12 @@ from db.fleet import Fleet
 from db.jobs import Jobs
 from db.keys import Keys
 from db.models import ArtifactModel, StudyModel, TrialModel, TunedConfigModel
-from db.outbox import Outbox
 from db.planning import Planning
 from db.priors import neighbours
+from db.retention import prune
 from db.session import Database, open_database
 from db.study import StudyHandle, begin, target_of, toolchain_of
+from db.values import Keep
 from db.work import LEASE_S, Work
 from tuner.config import Config
 from tuner.errors import InputError
@@ -76,7 +77,6 @@ class Store:
         self.work = Work(database, lease_s)
         self.fleet = Fleet(database, lease_s)
         self.keys = Keys(database)
-        self.outbox = Outbox(database)
 
     @classmethod
     def open(cls, url: str, *, create: bool = True, read_only: bool = False, lease_s: float = LEASE_S) -> Store:
@@ -124,7 +124,8 @@ class Store:
         row = {"sha256": sha256, "data": data, "created_at": datetime.now(UTC)}
         table = postgresql if self._database.dialect == "postgresql" else sqlite
         insert = table.insert(ArtifactModel).values(row)
-        replace = insert.on_conflict_do_update(index_elements=["sha256"], set_={"data": insert.excluded.data})
+        new = {name: insert.excluded[name] for name in ("data", "created_at")}
+        replace = insert.on_conflict_do_update(index_elements=["sha256"], set_=new)
         with self._database.write() as session:
             session.execute(replace)
 
@@ -132,6 +133,10 @@ class Store:
         """Return the bytes kept under a SHA-256, unchecked; None if there are none."""
         with self._database.read() as session:
             return session.scalar(select(ArtifactModel.data).where(ArtifactModel.sha256 == sha256))
+
+    def prune(self, keep: Keep, now: datetime | None = None) -> dict[str, int]:
+        """Forget a little of what has ended long ago, as ``db.retention`` says; return how many rows, by table."""
+        return prune(self._database, keep, now)
 
     def study(self, ref: str) -> StudyHandle:
         """Return the study with this id, or the only one whose id begins with ``ref``.

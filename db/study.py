@@ -228,6 +228,10 @@ def toolchain_of(stored: Mapping[str, Any]) -> Toolchain:
     return Toolchain(**stored)
 
 
+def settings_of(stored: Mapping[str, Any]) -> StudySettings:
+    return StudySettings(**stored)
+
+
 def begin(session: Session, spec: StudySpec, settings: StudySettings, *, force: bool) -> StudyModel:
     """Return the newest study of ``spec``, or a new one, as ``Store.begin_study`` says; the caller is alone."""
     key_hash = digest(spec.key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -11,13 +12,14 @@ from typing import Any, Generic, TypeVar
 from tuner.artifact import Artifact
 from tuner.compile import Compiled
 from tuner.config import Config
+from tuner.errors import InputError, NotFound
 from tuner.target import Target, Toolchain
 from tuner.trial import TunedConfig
-from tuner.workload import Workload
 
 T = TypeVar("T")
 
-SCOPES = ("read", "submit", "worker", "admin")
+SCOPES = ("read", "submit", "admin")
+IDEMPOTENCY_KEY = "[!-~]{1,255}"
 SILENT_AFTER = timedelta(seconds=60)  # without a heartbeat, a worker counts as gone
 
 
@@ -35,13 +37,20 @@ class JobState(enum.StrEnum):
         return self in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
 
 
+LIVE = tuple(str(s) for s in JobState if not s.ended)
+LAST_KINDS = tuple(str(s) for s in JobState if s.ended)  # the kinds of event after which a job has no more
+
+
 @dataclass(frozen=True)
 class JobItem:
-    """One workload of a job; ``study_id`` is None until a machine is found, ``tuned`` until it is answered."""
+    """One workload of a job; ``study_id`` is None until a machine is found, ``tuned`` until it is answered.
+
+    ``workload`` is its document; as it is stored, where that is none of this version's.
+    """
 
     position: int
     name: str
-    workload: Workload
+    workload: Mapping[str, Any]
     state: JobState
     study_id: str | None
     error: str
@@ -52,7 +61,7 @@ class JobItem:
         return {
             "position": self.position,
             "name": self.name,
-            "workload": self.workload.to_dict(),
+            "workload": dict(self.workload),
             "state": str(self.state),
             "study_id": self.study_id,
             "error": self.error,
@@ -120,6 +129,14 @@ class Page(Generic[T]):
 
     items: list[T]
     next: str | None
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How long what has ended is kept: see ``db.retention``."""
+
+    records: timedelta = timedelta(days=30)
+    workers: timedelta = timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -222,21 +239,29 @@ class ApiKey:
 
 
 @dataclass(frozen=True)
-class Bell:
-    """A message to send: which queue has something to do, and for which job."""
-
-    id: int
-    queue: str
-    ref: str
-
-
-@dataclass(frozen=True)
 class StudyProgress:
     """A running study as the dispatcher sees it."""
 
     id: str
     class_key: str
     finals: bool  # the finals are planned
+
+
+def checked_ref(ref: str) -> str:
+    """Return a job's id, or its beginning, in its one spelling. Raises NotFound if it can be none."""
+    wanted = ref.strip().lower()
+    if not re.fullmatch(r"[0-9a-f]{1,12}", wanted):
+        raise NotFound(f"{ref!r:.60} is no job id (up to 12 hexadecimal digits); see `flashtune jobs`")
+    return wanted
+
+
+def checked_key(key: str) -> str:
+    """Return an Idempotency-Key that fits into an HTTP header. Raises InputError."""
+    if not re.fullmatch(IDEMPOTENCY_KEY, key):
+        raise InputError(
+            f"idempotency key {key!r:.60} is no text of 1 to 255 printable ASCII characters without blanks"
+        )
+    return key
 
 
 def answer_dict(tuned: TunedConfig) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class Work:
         if claim.attempts >= ATTEMPTS:
             self._give_up(claim, claim.deaths, error)
             return
-        after = {"state": "ready", "begun": False, "worker_id": None, "error": error[:2000]}
+        after = {"state": "ready", "begun": False, "worker_id": None}
         with self._database.write_soft() as connection:
             _guarded(connection, claim, turns.HELD_LATER, **after)
 
@@ -161,12 +161,6 @@ class Work:
         )
         with self._database.read() as session:
             return {(stage, key): count for stage, key, count in session.execute(query)}
-
-    def open(self, study_id: str) -> int:
-        """Count what is ready or leased of one study."""
-        query = select(func.count()).where(WorkModel.study_id == study_id, WorkModel.state.in_(("ready", "leased")))
-        with self._database.read() as session:
-            return session.scalar(query) or 0
 
     def _take(
         self,
@@ -208,7 +202,7 @@ class Work:
             self._end(claim, trial, busy_s=0.0, kind="quarantined")
             return
         with self._database.write(alone=True) as session:
-            _guarded(session.connection(), claim, state="done", begun=False, deaths=deaths, error=error[:2000])
+            _guarded(session.connection(), claim, state="done", begun=False, deaths=deaths)
             study = session.get_one(StudyModel, claim.study_id)
             settling.fail_study(session, study, f"the finals {_cost(deaths, claim.attempts)}: {error}")
 

@@ -9,7 +9,8 @@ FlashtuneError
 │   ├── NotFound          nothing has that id
 │   ├── Conflict          it contradicts what was accepted before
 │   └── StorageError      the database cannot be opened, read or written
-│       └── Unavailable   it cannot be reached now, or is busy: worth a retry (exit code 3)
+│       ├── Unavailable   it cannot be reached now, or is busy: worth a retry (exit code 3)
+│       └── Unreadable    one value in it is of another version, or damaged
 ├── StaleClaim            work was given to another worker meanwhile: drop the result
 └── MachineError          the machine failed, not a config: worth a retry, never told to the search
     └── DefaultError      the stock kernel itself does not run or is wrong here
@@ -56,6 +57,10 @@ class Conflict(InputError):
 
 class Unavailable(StorageError):
     """The database cannot be reached now, or stays locked: the same call may succeed later."""
+
+
+class Unreadable(StorageError):
+    """One stored value is not what this version writes: the others may well be."""
 
 
 class StaleClaim(FlashtuneError):

@@ -1,26 +1,26 @@
-"""The dispatcher's look at everything, every few seconds: bind, plan, take back, ring.
+"""The dispatcher's look at everything, every few seconds: bind, plan, take back, ring, forget.
 
-It holds nothing: two of them do no harm, and none for an hour loses nothing. Whatever a message
+It holds nothing that counts: two of them do no harm, and none for an hour loses nothing. Whatever a message
 would have said is read from the database again.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
 
-from db.jobs import KEEP_KEYS
 from db.planning import WaitingItem
 from db.store import Store
-from db.values import WorkerInfo
-from tuner.errors import FlashtuneError, InputError, Unavailable
+from db.values import Keep, WorkerInfo
+from tuner.errors import FlashtuneError, InputError, Unavailable, Unreadable
 from tuner.spec import StudySpec, policy_for
 from tuner.study import spec_for
 from workers.identity import arch_of
 from workers.planner import Planner
 
+_FORGET_EVERY_S = 600.0  # at once again while there is more: each call forgets a little
 _STUDIES_A_WORKER = 4  # under way at once for each measuring worker: enough to measure while others compile
 
 Ring = Callable[[str], None]
@@ -29,11 +29,15 @@ log = logging.getLogger("flashtune.dispatch")
 
 
 class Dispatcher:
-    """One dispatcher. ``ring`` is called with the name of each queue that has something to do."""
+    """One dispatcher. ``ring`` is called with the name of each queue that has something to do.
 
-    def __init__(self, store: Store, ring: Ring = lambda queue: None) -> None:
-        self._store, self._ring = store, ring
+    ``keep`` says how long what has ended is remembered.
+    """
+
+    def __init__(self, store: Store, ring: Ring = lambda queue: None, keep: Keep | None = None) -> None:
+        self._store, self._ring, self._keep = store, ring, keep or Keep()
         self._planner = Planner(store)
+        self._forget_at = 0.0
 
     def tick(self) -> None:
         """Look at everything once."""
@@ -50,15 +54,28 @@ class Dispatcher:
                 self._planner.advance(study.id, measuring[study.class_key])
             except Unavailable:
                 raise
+            except Unreadable as e:
+                log.error("study %s: %s", study.id, e)
+                self._store.planning.fail_study(study.id, str(e))
             except FlashtuneError as e:  # one study that cannot be planned here holds up no other
                 log.error("study %s: %s", study.id, e)
-        self._relay()
-        self._store.planning.forget(datetime.now(UTC) - KEEP_KEYS)
+        for stage, key in self._store.work.ready():
+            self._ring(f"{stage}.{arch_of(key)}")
+        self._forget()
+
+    def _forget(self) -> None:
+        if time.monotonic() >= self._forget_at:
+            gone = self._store.prune(self._keep)
+            if gone:
+                log.info("forgot %s", ", ".join(f"{count} {table}" for table, count in gone.items()))
+            else:
+                self._forget_at = time.monotonic() + _FORGET_EVERY_S
 
     def _take_back(self) -> None:
         for lost in self._store.work.reap():
             what = lost.config.label if lost.config else lost.kind
-            log.warning("study %s: %s was lost with its worker (%d deaths)", lost.study_id, what, lost.deaths)
+            then = "given up" if lost.quarantined else "taken back"
+            log.warning("study %s: %s of a lost worker is %s (deaths: %d)", lost.study_id, what, then, lost.deaths)
 
     def _bind(self, alive: list[WorkerInfo], measuring: Counter[str]) -> None:
         """Begin studies for waiting workloads, up to a number for each class of GPU."""
@@ -68,15 +85,25 @@ class Dispatcher:
         def free() -> list[WorkerInfo]:
             return [w for w in classes if active[w.class_key] < _STUDIES_A_WORKER * measuring[w.class_key]]
 
-        for item in self._store.planning.waiting(archs=[arch_of(w.class_key) for w in free()]) if free() else ():
+        if not free():
+            return
+        unreadable: dict[int, str] = {}
+        for item in self._store.planning.waiting(archs=[arch_of(w.class_key) for w in free()], aside=unreadable):
             chosen = self._choose(item, classes, free())
             if chosen is None:
                 continue
             worker, spec = chosen
-            study_id = self._store.planning.bind(item.id, spec, worker.class_key, worker.compile_key)
+            try:
+                study_id = self._store.planning.bind(item.id, spec, worker.class_key, worker.compile_key)
+            except Unreadable as e:
+                unreadable[item.id] = str(e)
+                continue
             if study_id is not None:
                 active[worker.class_key] += 1
                 log.info("job %s: %s is study %s on %s", item.job_id, item.name, study_id, worker.class_key)
+        for item_id, error in unreadable.items():  # it would be in the way of the others, look after look
+            log.error("workload %d: %s", item_id, error)
+            self._store.planning.reject(item_id, error)
 
     def _choose(
         self, item: WaitingItem, classes: list[WorkerInfo], free: list[WorkerInfo]
@@ -97,15 +124,6 @@ class Dispatcher:
         if reasons and not able:
             self._store.planning.reject(item.id, "; ".join(reasons))
         return next(((worker, spec) for worker, spec in able if worker in free), None)
-
-    def _relay(self) -> None:
-        """Send what waits in the outbox, and ring for everything that is ready."""
-        bells = self._store.outbox.pending()
-        for queue in sorted({b.queue for b in bells} - {"control"}):  # control is where we are
-            self._ring(queue)
-        self._store.outbox.sent([b.id for b in bells])
-        for stage, key in self._store.work.ready():
-            self._ring(f"{stage}.{arch_of(key)}")
 
 
 def _classes(alive: list[WorkerInfo], measuring: Counter[str]) -> list[WorkerInfo]:

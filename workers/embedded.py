@@ -27,7 +27,7 @@ def run(settings: Settings, store: Store, stop: threading.Event, *, device: str 
     with Engine(settings, store, ROLES, device=device) as engine:
         worker = threading.Thread(target=engine.run, args=(stop,), name="engine", daemon=True)
         worker.start()
-        dispatcher = Dispatcher(store)
+        dispatcher = Dispatcher(store, keep=settings.keep)
         while not stop.is_set():
             try:
                 dispatcher.tick()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
+from datetime import UTC, datetime
 
 from db.store import Store
 from db.values import SILENT_AFTER, WorkerInfo
@@ -66,6 +68,7 @@ class Heart:
                 log.error("no progress for %.0f s; this worker lets its work go", _STUCK_S)
                 continue
             try:
-                self._store.fleet.beat(self._info.id, self._doing, held)
+                if not self._store.fleet.beat(self._info.id, self._doing, held):
+                    self._store.fleet.register(replace(self._info, heartbeat_at=datetime.now(UTC)))
             except FlashtuneError as e:
                 log.warning("heartbeat failed: %s", e)

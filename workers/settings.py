@@ -16,6 +16,11 @@ FLASHTUNE_LEASE_S          seconds until the work of a silent      45
                            worker goes to another, 1 to 3600
 FLASHTUNE_TICK_S           seconds between two looks of the        2
                            dispatcher, 0.05 to 60
+FLASHTUNE_KEEP_DAYS        days that events, work and compiled     30
+                           kernels of ended jobs are kept, 1 to
+                           9999
+FLASHTUNE_KEEP_WORKERS_DAYS                                        7
+                           days that a silent worker is listed
 FLASHTUNE_URL              http(s) URL of the service, for the     None: the database itself
                            client commands
 FLASHTUNE_API_KEY          key that the client commands send       None: no key is sent
@@ -34,9 +39,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from pathlib import Path
 
+from db.values import Keep
 from tuner.errors import InputError
 
 
@@ -53,6 +60,7 @@ class Settings:
     artifact_dir: Path | None = None
     lease_s: float = 45.0
     tick_s: float = 2.0
+    keep: Keep = field(default_factory=Keep)
     url: str | None = None  # without a slash at its end
     api_key: str | None = None
     fake_script: Path | None = None
@@ -74,8 +82,12 @@ class Settings:
             visible_devices=env.get("CUDA_VISIBLE_DEVICES"),
             broker_url=_broker_url(env),
             artifact_dir=_folder(env, "FLASHTUNE_ARTIFACT_DIR"),
-            lease_s=_seconds(env, "FLASHTUNE_LEASE_S", cls.lease_s, 1, 3600),
-            tick_s=_seconds(env, "FLASHTUNE_TICK_S", cls.tick_s, 0.05, 60),
+            lease_s=_number(env, "FLASHTUNE_LEASE_S", cls.lease_s, 1, 3600),
+            tick_s=_number(env, "FLASHTUNE_TICK_S", cls.tick_s, 0.05, 60),
+            keep=Keep(
+                _days(env, "FLASHTUNE_KEEP_DAYS", Keep.records),
+                _days(env, "FLASHTUNE_KEEP_WORKERS_DAYS", Keep.workers),
+            ),
             url=service_url("FLASHTUNE_URL", env.get("FLASHTUNE_URL") or None),
             api_key=_api_key(env),
             fake_script=Path(script).absolute() if (script := env.get("FLASHTUNE_FAKE_SCRIPT")) else None,
@@ -182,14 +194,18 @@ def _broker_url(env: Mapping[str, str]) -> str | None:
     return url or None
 
 
-def _seconds(env: Mapping[str, str], name: str, default: float, low: float, high: float) -> float:
+def _number(env: Mapping[str, str], name: str, default: float, low: float, high: float, unit: str = "seconds") -> float:
     raw = env.get(name)
     if not raw:
         return default
     # not float() alone, which takes nan, 1_0 and other scripts' digits
     if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,9})?", raw.strip()) or not low <= float(raw) <= high:
-        raise InputError(f"{name} is {raw!r}; write seconds from {low:g} to {high:g}")
+        raise InputError(f"{name} is {raw!r}; write {unit} from {low:g} to {high:g}")
     return float(raw)
+
+
+def _days(env: Mapping[str, str], name: str, default: timedelta) -> timedelta:
+    return timedelta(days=_number(env, name, default.days, 1, 9999, "days"))
 
 
 def _api_key(env: Mapping[str, str]) -> str | None:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from db.store import Store, StudyHandle
+from tuner.errors import InputError, Unreadable
 from tuner.spec import StudySettings, StudySpec
 
 _KEEP = 64
@@ -21,8 +22,13 @@ class KnownStudy:
 
     @classmethod
     def read(cls, handle: StudyHandle) -> KnownStudy:
+        """Return a study. Raises Unreadable if its settings are none of this version's."""
         spec = StudySpec(handle.workload, handle.target, handle.toolchain, handle.policy, handle.families)
-        return cls(handle, spec, StudySettings(**handle.settings))
+        try:
+            settings = StudySettings(**handle.settings)
+        except (InputError, TypeError) as e:
+            raise Unreadable(f"study {handle.id} has settings of another flashtune ({e}); upgrade this one") from e
+        return cls(handle, spec, settings)
 
 
 class Studies:

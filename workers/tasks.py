@@ -92,7 +92,7 @@ class PoolChild:
             where = {"device": member.device} if member.role == "measure" else {"arch": member.arch or "cpu"}
             self._engine = Engine(self._settings, self._store, (member.role,), ring=self._bells.ring, **where)
             if member.role == "control":
-                self._dispatcher = Dispatcher(self._store, self._bells.ring)
+                self._dispatcher = Dispatcher(self._store, self._bells.ring, self._settings.keep)
         return self._engine
 
     def _slice(self) -> None:

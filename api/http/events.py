@@ -19,14 +19,14 @@ from api.http.limits import one_header, refuse_query
 from api.http.parts import Parts, parts_of
 from api.http.problems import Json, json_bytes
 from api.http.security import needs
-from db.values import JobEvent
+from db.values import LAST_KINDS, JobEvent
 from tuner.errors import FlashtuneError, Unavailable
 
 router = APIRouter()
 POLL_S = 0.5
 HEARTBEAT_S = 10.0
 _PAGE = 500
-_LAST = ("done", "failed", "cancelled")  # kinds of events after which a job has no more
+_CURSOR = "[!-~]{1,64}"
 _EXTRA: dict[str, Any] = {
     "parameters": [
         {
@@ -34,7 +34,7 @@ _EXTRA: dict[str, Any] = {
             "in": "header",
             "required": False,
             "description": "The id of the last event seen; goes before `after`.",
-            "schema": {"type": "string", "pattern": "^[!-~]{1,64}$"},
+            "schema": {"type": "string", "pattern": f"^{_CURSOR}$"},
         }
     ]
 }
@@ -72,7 +72,7 @@ async def events(
 ) -> Response:
     """Follow a job's events, or with `Accept: application/json` read a page of them."""
     refuse_query(request, ("after", "limit", "follow"))
-    after = one_header(request, "last-event-id", r"[\x21-\x7e]{1,64}") or after
+    after = one_header(request, "last-event-id", _CURSOR) or after
     follower = _Follower(request, job_id, after)
     if follow == "false" or request.headers.get("accept", "").split(";")[0].strip() == "application/json":
         items = await follower.read(limit)
@@ -105,9 +105,8 @@ class _Follower:
 
     async def begin(self) -> tuple[list[JobEvent], bool]:
         """Return the first events, and whether the job had ended before they were read."""
-        get = self.parts.store.jobs.get
-        job = await anyio.to_thread.run_sync(get, self._job_id, limiter=self.parts.followers)
-        return await self.read(), job.state.ended
+        over = await self.over()
+        return await self.read(), over
 
     async def over(self) -> bool:
         """Tell whether the job has ended."""
@@ -125,7 +124,7 @@ class _Follower:
                 for event in found:
                     yield _sse(event)
                     said = time.monotonic()
-                    if event.kind in _LAST:
+                    if event.kind in LAST_KINDS:
                         return
                 if len(found) < _PAGE:
                     await anyio.sleep(POLL_S)

@@ -12,7 +12,7 @@ from api.http.limits import check_cost, json_body, one_header, refuse_query
 from api.http.parts import parts_of
 from api.http.problems import Json, json_bytes, with_etag
 from api.http.security import SCOPE_KEY, needs
-from db.values import JobState
+from db.values import IDEMPOTENCY_KEY, JobState
 from tuner.job import JobRequest
 
 router = APIRouter()
@@ -28,7 +28,7 @@ _SUBMIT: dict[str, Any] = {
             "in": "header",
             "required": False,
             "description": "The same key with the same body makes one job, however often it is sent.",
-            "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
+            "schema": {"type": "string", "pattern": f"^{IDEMPOTENCY_KEY}$"},
         }
     ],
 }
@@ -49,7 +49,7 @@ _SUBMIT: dict[str, Any] = {
 def submit(request: Request, body: Annotated[dict[str, Any], Depends(json_body)]) -> Response:
     """Accept a job. What answers 202 is stored, and will be done."""
     refuse_query(request)
-    idempotency = one_header(request, "idempotency-key", r"[\x21-\x7e]{1,255}")
+    idempotency = one_header(request, "idempotency-key", IDEMPOTENCY_KEY)
     check_cost(body.get("workloads"))
     key = request.scope[SCOPE_KEY]
     job, created = parts_of(request).store.jobs.submit(

@@ -36,7 +36,7 @@ Lengths = (
     | Annotated[list[Annotated[int, Field(ge=0, le=MAX_SIZE)]], Field(max_length=MAX_SEQUENCES)]
     | None
 )
-Scope = Literal["read", "submit", "worker", "admin"]
+Scope = Literal["read", "submit", "admin"]
 ARCH = "^(cpu|fake|sm_[0-9]{2,3}a?)$"
 
 

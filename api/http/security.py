@@ -17,6 +17,7 @@ from starlette.concurrency import run_in_threadpool
 
 from api.http.limits import Rates
 from api.http.problems import Problem
+from db.keys import is_key
 from db.store import Store
 from db.values import ApiKey
 
@@ -68,7 +69,7 @@ class Guard:
 
     async def find(self, text: str) -> ApiKey | None:
         """Return the key with this text, at most KEY_KNOWN_S old; None if unknown or revoked."""
-        if not re.fullmatch(r"ft_[A-Za-z0-9_-]{43}", text):
+        if not is_key(text):
             return None
         digest = hashlib.sha256(text.encode()).hexdigest()  # so that no secret stays in memory here
         keys = self._keys

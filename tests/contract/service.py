@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from sqlalchemy import text
 
-from db import outbox
+from db import events
 from db.planning import FINALS, NewWork
 from db.store import Store
 from db.values import Claim, Job, JobEvent
@@ -157,7 +157,7 @@ def work_until_done(url: str, worker: str) -> None:
 
 def submit_and_die(url: str) -> None:
     """Be killed within the transaction of a submission, at its last statement."""
-    outbox.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    events.add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     with Store.open(url) as store:
         store.jobs.submit(request(1, 2), idempotency_key="k")
 

@@ -33,7 +33,6 @@ COUNTS = {
     "job_items": 3,
     "work": 4,
     "events": 5,
-    "outbox": 2,
     "workers": 1,
     "api_keys": 1,
     "idempotency_keys": 1,

@@ -168,8 +168,8 @@ def test_a_key_that_makes_no_sense_is_refused(
 def test_admin_may_do_everything_and_others_what_they_are_for(store: Store) -> None:
     admin, _ = store.keys.create("a", ["admin"])
     reader, _ = store.keys.create("r", ["read"])
-    assert [admin.allows(s) for s in ("read", "submit", "worker", "admin")] == [True] * 4
-    assert [reader.allows(s) for s in ("read", "submit", "worker", "admin")] == [True, False, False, False]
+    assert [admin.allows(s) for s in ("read", "submit", "admin")] == [True] * 3
+    assert [reader.allows(s) for s in ("read", "submit", "admin")] == [True, False, False]
 
 
 def test_the_last_use_of_a_key_is_kept_to_the_minute(store: Store, url: str) -> None:
@@ -183,20 +183,6 @@ def test_the_last_use_of_a_key_is_kept_to_the_minute(store: Store, url: str) -> 
     for _ in range(3):
         store.keys.find(shown)
     assert rows(url) == seen
-
-
-# -- messages
-
-
-def test_messages_wait_until_they_are_said_to_be_sent(store: Store) -> None:
-    jobs = [store.jobs.submit(request(n))[0].id for n in range(1, 5)]
-    first = store.outbox.pending(limit=3)
-    assert [b.ref for b in first] == jobs[:3]
-    assert store.outbox.pending(limit=3) == first, "a sender that died leaves them for the next"
-    store.outbox.sent([first[0].id, first[2].id, 10**6])
-    store.outbox.sent([first[0].id])
-    store.outbox.sent([])
-    assert [b.ref for b in store.outbox.pending()] == [jobs[1], jobs[3]]
 
 
 # -- compiled objects

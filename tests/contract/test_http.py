@@ -137,7 +137,7 @@ def test_a_submitted_job_is_stored_and_shown(client: TestClient, store: Store) -
     job = store.jobs.get(shown["id"])
     assert (job.name, job.arch, job.priority, job.owner) == ("a job", "fake", 7, "")
     assert job.settings == StudySettings(max_trials=5, margin=0.5).to_dict()
-    assert [item.workload for item in job.items] == [WORKLOAD]
+    assert [item.workload for item in job.items] == [WORKLOAD.to_dict()]
     assert response.headers["location"] == f"/v1/jobs/{job.id}"
     assert shown == client.get(response.headers["location"]).json() == job.to_dict()
     assert (shown["state"], shown["items"][0]["state"]) == ("queued", "queued")
@@ -490,11 +490,17 @@ def worker(name: str, **changes: Any) -> WorkerInfo:
 
 def test_the_fleet_shows_who_works_at_what(client: TestClient, store: Store) -> None:
     store.fleet.register(worker("a", doing="measuring tile_m=64"))
-    store.fleet.register(worker("b", heartbeat_at=datetime(2020, 1, 1, tzinfo=UTC), target=None))
-    shown = client.get("/v1/fleet").json()
+    old = datetime(2020, 1, 1, tzinfo=UTC)
+    store.fleet.register(worker("b", started_at=old, heartbeat_at=old, target=None))
+    store.fleet.register(worker("c", started_at=datetime(2019, 1, 1, tzinfo=UTC), stopped_at=datetime.now(UTC)))
+    assert [w["id"] for w in client.get("/v1/fleet").json()["workers"]] == ["a"]
+    assert [w["id"] for w in client.get("/v1/fleet?all=true&limit=2").json()["workers"]] == ["a", "b"]
+    assert client.get("/v1/fleet?all=maybe").status_code == client.get("/v1/fleet?limit=1001").status_code == 422
+    shown = client.get("/v1/fleet?all=true").json()
     assert {(w["id"], w["alive"], w["doing"]) for w in shown["workers"]} == {
         ("a", True, "measuring tile_m=64"),
         ("b", False, ""),
+        ("c", False, ""),
     }
     assert sorted(shown["workers"], key=lambda w: w["id"])[0]["target"] == TARGET.to_dict()
     assert shown["ready"] == []

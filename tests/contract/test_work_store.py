@@ -289,7 +289,7 @@ def test_a_config_that_kills_three_workers_is_quarantined_and_the_study_goes_on(
     assert "w3" in trial.error
     event = events_of(store, url, job.id)[-1]
     assert (event.kind, event.data["status"], event.data["worker"]) == ("quarantined", str(status), "w3")
-    assert store.work.open(study_id) == 1
+    assert store.planning.planned(study_id).open == 1
     if stage == "compile":
         store.work.commit_compiled(other, COMPILED)
         other = claim(store)
@@ -340,7 +340,7 @@ def test_what_machines_fail_at_is_given_up_in_the_end(store: Store, url: str, ki
         found = claim(store, begin=True)
         assert (found.attempts, found.deaths) == (attempt, 0)
         store.work.release(found, ODD)
-    assert store.work.open(study_id) == 0
+    assert store.planning.planned(study_id).open == 0
     if kind == "finals":
         failed = store.jobs.get(job.id)
         assert failed.state == "failed"

@@ -79,8 +79,8 @@ def test_a_study_that_cannot_be_planned_holds_up_no_other(settings: Settings, st
     forget_plans(settings, bad, '["from_the_future/7"]')
     forget_plans(settings, good)
     Dispatcher(store).tick()
-    assert store.work.open(bad) == 0
-    assert store.work.open(good) == 5
+    assert store.planning.planned(bad).open == 0
+    assert store.planning.planned(good).open == 5
 
 
 @pytest.mark.parametrize("kind", [CompileSide, MeasureSide])

@@ -1,10 +1,12 @@
 """Settings: defaults, overrides, refusals that say what to do, and no password in a log."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from db.values import Keep
 from tuner.errors import InputError
 from workers.settings import Settings, without_secrets
 
@@ -53,6 +55,8 @@ def test_each_variable_overrides_its_default() -> None:
             "FLASHTUNE_ARTIFACT_DIR": "/shared/ft",
             "FLASHTUNE_LEASE_S": "90",
             "FLASHTUNE_TICK_S": "0.25",
+            "FLASHTUNE_KEEP_DAYS": "90",
+            "FLASHTUNE_KEEP_WORKERS_DAYS": "1.5",
             "FLASHTUNE_URL": "https://ft.example:8443/api/",
             "FLASHTUNE_API_KEY": "ft_abc",
             "FLASHTUNE_FAKE_SCRIPT": "/srv/script.json",
@@ -68,6 +72,7 @@ def test_each_variable_overrides_its_default() -> None:
         artifact_dir=Path("/shared/ft"),
         lease_s=90.0,
         tick_s=0.25,
+        keep=Keep(timedelta(days=90), timedelta(days=1.5)),
         url="https://ft.example:8443/api",  # routes are appended
         api_key="ft_abc",
         fake_script=Path("/srv/script.json"),
