@@ -1,8 +1,8 @@
 """FlashAttention-4's forward and backward on Blackwell, tuned together for training.
 
 The tunables are those of ``fa4_fwd_sm100`` and ``fa4_bwd_sm100`` under ``fwd_`` and ``bwd_``. Searched are the
-forward's K/V tile, Q tiles and sizes of the BlockMask, and the backward's registers and sizes of it; what
-else there is stays as in one of the configs that each family tries first. Compiled and checked, not
+forward's K/V tile, Q tiles and sizes of the BlockMask, and the backward's K/V tile, dQ pieces and sizes of it;
+what else there is stays as in one of the configs that each family tries first. Compiled and checked, not
 measured yet.
 """
 

@@ -4,8 +4,8 @@ A joint config holds both directions' tunables, ``fwd_`` and ``bwd_`` before the
 keeps its own family's constraints and its own kernels; what is new is stated here once: a model builds
 one BlockMask, which both directions read, so both must ask for the same.
 
-    >>> joint.split(config)            # a config of the forward's family, one of the backward's
-    >>> joint.join(forward, backward)  # and back
+    >>> joint.split(config, workload)            # a config of the forward's family, one of the backward's
+    >>> joint.join(forward, backward, workload)  # and back
 """
 
 from __future__ import annotations
