@@ -149,7 +149,7 @@ def _answer(
     decision = played.decision
     family = families.load(decision.winner.family)
     verified = {key: trial.verification for key, trial in trials.items()}
-    with_errors = tuple(
+    finalists = tuple(
         replace(f, error=v.error if (v := verified.get(f.config.key)) else None, parts_us=parts.get(f.config, {}))
         for f in decision.finalists
     )
@@ -168,7 +168,7 @@ def _answer(
         reason=decision.reason,
         rounds=played.rounds,
         rounds_dropped=played.dropped,
-        extras={**family.extras(decision.winner, workload), **_times(with_errors, decision.winner, default)},
+        extras={**family.extras(decision.winner, workload), **_times(finalists, decision.winner, default)},
     )
 
 

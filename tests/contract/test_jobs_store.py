@@ -361,7 +361,7 @@ def test_what_was_known_before_is_no_time_that_a_job_was_given(store: Store, url
 
 
 def test_a_failed_study_that_is_begun_without_a_job_runs_under_the_new_settings(store: Store) -> None:
-    job, (study_id,) = started(store, 1, settings={"max_trials": 8})
+    _, (study_id,) = started(store, 1, settings={"max_trials": 8})
     store.planning.fail_study(study_id, "no kernel is right")
     workload = store.study(study_id).workload
     again = store.begin_study(spec(workload), StudySettings(max_trials=300))

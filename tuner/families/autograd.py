@@ -16,8 +16,9 @@ class Backward:
     """A kernel that returns (dq, dk, dv) by torch.autograd.grad; its forward is not timed.
 
     ``attend(q, k, v)`` takes (batch, seqlen, heads, head_dim) and returns the output likewise; of varlen
-    inputs it also gets ``packed``, where the sequences lie. The forward of each input set runs once, in ``prepare``, and its graph is kept. Autograd runs a backward
-    on the stream of its forward: to capture one, prepare it on the capturing stream.
+    inputs it also gets ``packed``, where the sequences lie. The forward of each input set runs once, in
+    ``prepare``, and its graph is kept. Autograd runs a backward on the stream of its forward: to capture
+    one, prepare it on the capturing stream.
     """
 
     def __init__(self, attend: Attend) -> None:
