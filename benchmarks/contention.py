@@ -102,7 +102,7 @@ def dispatch(store: Store, book: Book) -> None:
         spec = StudySpec(item.workload, named("fake"), Toolchain(), "graph", ("fake/1",))
         book.timed("bind", lambda: store.planning.bind(item.id, spec, CLASS, ""))  # noqa: B023
     for study in book.timed("progress", store.planning.progress) or ():
-        if store.work.open(study.id) == 0:
+        if store.planning.planned(study.id).open == 0:
             planned = store.planning.planned(study.id)
             first = planned.guard == 0
             work = [NewWork(Config.make("fake", 1, variant=n), "measure", 0) for n in range(CONFIGS if first else 0)]

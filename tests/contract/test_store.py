@@ -464,7 +464,7 @@ def test_a_newer_schema_is_refused_and_left_alone(store: Store, url: str, versio
         for version in versions:
             raw.execute(text("INSERT INTO alembic_version VALUES (:v)"), {"v": version})
     for read_only in (False, True):
-        with pytest.raises(StorageError, match=r"is newer than this flashtune knows \(0002\); upgrade flashtune") as e:
+        with pytest.raises(StorageError, match=r"is newer than this flashtune knows \(0003\); upgrade flashtune") as e:
             Store.open(url, read_only=read_only)
         assert all(version in str(e.value) for version in versions)
     with raw_connection(url) as raw:
@@ -473,7 +473,7 @@ def test_a_newer_schema_is_refused_and_left_alone(store: Store, url: str, versio
 
 
 def test_an_older_schema_is_not_upgraded_read_only(store: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migrations, "revisions", lambda _: ["0003", "0002", "0001"])
+    monkeypatch.setattr(migrations, "revisions", lambda _: ["0004", "0003", "0002", "0001"])
     with pytest.raises(StorageError, match="older flashtune; open it for writing once"):
         Store.open(url, read_only=True)
 
@@ -538,7 +538,9 @@ def test_a_value_that_cannot_be_read_is_said(store: Store, url: str) -> None:
         raw.execute(update(TunedConfigModel).values(tuned={"config": 1}))
         raw.execute(update(StudyModel).values(workload={"batch": 0}))
     for read in (study.tuned, store.studies, store.published, lambda: store.study(study.id)):
-        with pytest.raises(StorageError, match=r"a value that cannot be read .*; restore a backup"):
+        with pytest.raises(
+            StorageError, match=r"a value that cannot be read .*; upgrade flashtune .*, or restore a backup"
+        ):
             read()
 
 

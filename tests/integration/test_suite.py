@@ -58,7 +58,7 @@ def start(home: Path, file: str, *args: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == code, out + err
     return out, err
 
