@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,23 @@ def test_plain_arguments_are_the_workload_that_they_name(tmp_path: Path) -> None
     assert runtime.stats()["answers"] == {"exact": 3, "bucket": 0, "nearest": 0, "default": 0}
     with pytest.raises(WorkloadError, match="batch is 0"):
         runtime.find(**{**plain, "batch": 0})
+    with pytest.raises(WorkloadError, match=r"batch is \[4\]"):
+        runtime.find(**{**plain, "batch": [4]})
+
+
+def test_a_refresh_takes_the_new_file_and_outlives_a_bad_one(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    load(path, [entry(workload(), 64)], refresh_s=0.01)
+    path.write_bytes(b"rubbish")
+    for tile_m in (128, 192):
+        new = tmp_path / "new"
+        new.write_bytes(Snapshot.of([entry(workload(), tile_m)]).data)
+        assert runtime.find(workload()).config is not None
+        new.replace(path)
+        until = time.monotonic() + 30
+        while (config := runtime.find(workload()).config) is not None and config["tile_m"] != tile_m:
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
 
 def test_the_same_entries_in_any_order_are_the_same_file() -> None:

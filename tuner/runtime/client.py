@@ -6,10 +6,10 @@ reference, so a thread that asks meanwhile gets the old answer or the new one, n
 
 from __future__ import annotations
 
+import http.client
 import logging
 import math
 import threading
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +90,10 @@ def find(workload: Workload | None = None, /, **fields: Any) -> Match:
     key = workload.key if workload is not None else tuple(fields.items())
     if finder is None:
         return _NOTHING
-    answer = finder.answers.get(key)
+    try:
+        answer = finder.answers.get(key)
+    except TypeError:  # a list among the fields, which no workload takes
+        answer = None
     if answer is None:
         answer = _look(finder, workload, fields, key)
     answer.times += 1
@@ -160,7 +163,7 @@ def _bytes_of(source: str) -> bytes:
                 return data
         with Path(source).open("rb") as file:
             return file.read(MAX_BYTES + 1)
-    except (OSError, ValueError, urllib.error.URLError) as e:
+    except (OSError, ValueError, http.client.HTTPException) as e:  # URLError is an OSError
         raise SnapshotError(f"{source} cannot be read ({e}); check the path or URL") from None
 
 

@@ -50,7 +50,7 @@ class Finder:
             if line.arch == target.arch:
                 usable += 1
                 index = mine if line.policy == policy else other
-                # the three kinds of text never collide: they differ in how many bars they have
+                # these never collide: a workload's key begins with its version, and a bucket's text is the longer one
                 index[line.key].append(line)
                 index[line.bucket].append(line)
                 index[line.alike].append(line)
