@@ -6,11 +6,9 @@ reference, so a thread that asks meanwhile gets the old answer or the new one, n
 
 from __future__ import annotations
 
-import http.client
 import logging
 import math
 import threading
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,13 +156,23 @@ def _same_place(finder: Finder, here: _Here) -> bool:
 def _bytes_of(source: str) -> bytes:
     try:
         if source.startswith(("http://", "https://")):
-            with urllib.request.urlopen(source, timeout=_URL_TIMEOUT_S) as answer:
-                data: bytes = answer.read(MAX_BYTES + 1)
-                return data
+            return _fetched(source)
         with Path(source).open("rb") as file:
             return file.read(MAX_BYTES + 1)
-    except (OSError, ValueError, http.client.HTTPException) as e:  # URLError is an OSError
+    except (OSError, ValueError) as e:
         raise SnapshotError(f"{source} cannot be read ({e}); check the path or URL") from None
+
+
+def _fetched(url: str) -> bytes:
+    import http.client  # these take longer to import than all of tuner.runtime, and a path needs neither
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(url, timeout=_URL_TIMEOUT_S) as answer:
+            data: bytes = answer.read(MAX_BYTES + 1)
+    except http.client.HTTPException as e:
+        raise OSError(f"{type(e).__name__}: {e}") from None
+    return data
 
 
 class _Refresher(threading.Thread):
