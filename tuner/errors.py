@@ -6,6 +6,7 @@ FlashtuneError
 │   ├── WorkloadError
 │   ├── ConfigError
 │   ├── TargetError
+│   ├── SnapshotError   a snapshot is foreign, damaged or too new
 │   ├── NotFound          nothing has that id
 │   ├── Conflict          it contradicts what was accepted before
 │   └── StorageError      the database cannot be opened, read or written
@@ -45,6 +46,10 @@ class TargetError(InputError):
 
 class StorageError(InputError):
     """The database cannot be opened, read or written as asked."""
+
+
+class SnapshotError(InputError):
+    """A snapshot is foreign, newer than this program, truncated or damaged, or cannot be had."""
 
 
 class NotFound(InputError):

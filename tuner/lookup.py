@@ -30,6 +30,7 @@ from tuner.target import Target, Toolchain
 from tuner.trial import TunedConfig, Verdict
 from tuner.workload import Workload
 
+RULES = 1  # raise it when ``group_keys`` changes: snapshots carry these texts
 MAX_DISTANCE = 3.0  # doublings: beyond it a neighbour's winner says nothing
 
 
@@ -120,6 +121,12 @@ def distance(a: Workload, b: Workload) -> float:
     magnitudes = zip(_magnitudes(a.pattern), _magnitudes(b.pattern), strict=True)
     # rounded, so that two that are equally far tie whatever the order of the float additions
     return round(sum(abs(math.log2(x) - math.log2(y)) for x, y in (*pairs, *magnitudes)), 9)
+
+
+def group_keys(w: Workload) -> tuple[str, str]:
+    """Return two texts: equal for all that may answer ``w`` at all, and for those of its bucket."""
+    alike = "|".join(map(str, _invariants(w).values()))
+    return alike, "|".join(map(str, (alike, *_bucket(w))))
 
 
 def _kind(a: Workload, b: Workload) -> MatchKind:

@@ -10,7 +10,6 @@ metadata, and the FA4 fingerprint from hashing its sources on disk.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata as metadata
 import importlib.util
 import os
 import platform
@@ -146,6 +145,8 @@ def toolchain() -> Toolchain:
 
 def version_of(package: str) -> str:
     """Return an installed package's version, or the empty string."""
+    import importlib.metadata as metadata  # not at the top: it would be half of what importing tuner.runtime takes
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -154,6 +155,8 @@ def version_of(package: str) -> str:
 
 def _torch_cuda() -> str:
     """Return the CUDA version torch was built for, read from its version file without importing it."""
+    import importlib.metadata as metadata
+
     try:
         text = Path(str(metadata.distribution("torch").locate_file("torch/version.py"))).read_text()
     except (metadata.PackageNotFoundError, OSError):
@@ -165,6 +168,8 @@ def _torch_cuda() -> str:
 @lru_cache(maxsize=1)
 def _fa4_fingerprint() -> str:
     """Return FA4's version and a digest of its sources: pre-releases change without a new number."""
+    import importlib.metadata as metadata
+
     version = version_of("flash-attn-4")
     if not version:
         return ""

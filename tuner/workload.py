@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from tuner import lengths
@@ -151,7 +152,10 @@ class Workload:
         longest = self.seqlen_k if document is None else max(document_lengths(document, self.seqlen_k))
         return longest == 1 or (window is not None and window["window"] == 1)
 
-    @property
+    def __hash__(self) -> int:
+        return hash(self.key)  # made once: hashing twelve fields takes longer than a whole lookup
+
+    @cached_property
     def key(self) -> str:
         """Canonical, versioned text: equal exactly for equal workloads."""
         return "|".join(

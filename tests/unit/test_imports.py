@@ -24,6 +24,7 @@ OURS = {"tuner", "workers", "db", "api"}
         "tuner.config",
         "tuner.trial",
         "tuner.target",
+        "tuner.runtime",
         "tuner.spec",
         "workers.settings",
         "api",
