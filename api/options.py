@@ -20,6 +20,9 @@ from workers.settings import Settings
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 JsonLinesOption = Annotated[bool, typer.Option("--json", help="Print one JSON document a line (NDJSON), one an event.")]
+FakeScriptOption = Annotated[
+    Path | None, typer.Option(help="Run the fake family by this script (for tests).", hidden=True)
+]
 DatabaseOption = Annotated[
     str | None,
     typer.Option("--db", help="Database: a SQLite file or a SQLAlchemy URL. Default: FLASHTUNE_DATABASE_URL."),

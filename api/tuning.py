@@ -6,7 +6,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -54,9 +53,7 @@ def tune(
     force: Annotated[
         bool, typer.Option("--force", help="Measure again even if the database knows the answer.")
     ] = False,
-    fake_script: Annotated[
-        Path | None, typer.Option(help="Run the fake family by this script (for tests).", hidden=True)
-    ] = None,
+    fake_script: o.FakeScriptOption = None,
     db: o.DatabaseOption = None,
     json: o.JsonOption = False,
 ) -> None:

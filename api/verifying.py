@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,9 +28,7 @@ def verify(
     every: Annotated[bool, typer.Option("--all", help="Every answer that the database publishes.")] = False,
     draws: Annotated[int, typer.Option(help="Sets of fresh random inputs for each config.")] = DRAWS,
     device: o.DeviceOption = "auto",
-    fake_script: Annotated[
-        Path | None, typer.Option(help="Run the fake family by this script (for tests).", hidden=True)
-    ] = None,
+    fake_script: o.FakeScriptOption = None,
     db: o.DatabaseOption = None,
     json: o.JsonOption = False,
 ) -> None:

@@ -6,19 +6,19 @@ Compiles about fifty kernels of 13 s on one core each, and FlexAttention's two b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gpu.trying import all_right, tried
 from tuner import families
 from tuner.compile import CompilePool
 from tuner.config import Config
 from tuner.pattern import parse
 from tuner.sandbox import Sandbox
-from tuner.target import Target, probe
-from tuner.trial import Trial, TrialStatus
+from tuner.target import Target
 from tuner.workload import Workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -35,19 +35,6 @@ def workload(pattern: str, heads_kv: int = 4, **changes: Any) -> Workload:
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    target = probe("cuda")
-    if target.arch != "sm_90a":
-        pytest.skip(f"needs a Hopper GPU, this is {target.arch}")
-    return target
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("artifacts")
-
-
-@pytest.fixture(scope="module")
 def pool(target: Target, folder: Path) -> Iterator[CompilePool]:
     """A pool that begins with everything at once: one test after the other would keep two cores busy."""
     with CompilePool(target, folder, workers=14, visible_devices=target.uuid) as pool:
@@ -59,37 +46,6 @@ def pool(target: Target, folder: Path) -> Iterator[CompilePool]:
             for config in configs(w, target):
                 pool.submit(config, w, timeout_s=300)
         yield pool
-
-
-@pytest.fixture(scope="module")
-def sandbox(target: Target, pool: CompilePool, folder: Path) -> Iterator[Sandbox]:
-    with Sandbox(target, folder, visible_devices=target.uuid) as sandbox:
-        yield sandbox
-
-
-def tried(w: Workload, configs: Iterable[Config], pool: CompilePool, sandbox: Sandbox) -> list[Trial]:
-    """Compile all, then verify and measure them beside the first; print what came of each."""
-    futures = {c: pool.submit(c, w, timeout_s=300) for c in configs}
-    compiled = {c: f.result() for c, f in futures.items()}
-    default = next(iter(compiled))
-    assert compiled[default].status is TrialStatus.OK, compiled[default].error
-    bench = sandbox.open(w, default, "graph")
-    trials = [
-        bench.attempt(c, found) if found.status is TrialStatus.OK else Trial(c, found.status, found.error)
-        for c, found in compiled.items()
-    ]
-    for t in trials:
-        outputs = t.verification.outputs if t.verification else {}
-        errors = {name: f"{values[0]:.1e}/{values[1]:.1e}" for name, values in outputs.items()}
-        print(
-            f"{w.label} | {t.config.family} {t.config.label} | {t.status} {t.error[:200]} {t.ratio} {errors} {t.notes}"
-        )
-    bench.close()
-    return trials
-
-
-def failed(trials: list[Trial]) -> dict[str, tuple[str, str]]:
-    return {t.config.key: (str(t.status), t.error) for t in trials if t.status is not TrialStatus.OK}
 
 
 # Every mask, by FA4's own arguments and by block lists; every score modification; shapes beyond the square.
@@ -152,9 +108,9 @@ def test_fa4_is_right_as_shipped_and_in_a_tuned_config(
 ) -> None:
     w = workload(pattern, **shape)
     assert FA4.refuses(w, target) == ""
-    trials = tried(w, fa4_configs(w, target), pool, sandbox)
-    assert failed(trials) == {}
-    assert [t.config.key for t in trials if t.notes] == [], "a kernel compiled again while measuring"
+    bench, trials = tried(w, fa4_configs(w, target), pool, sandbox)
+    bench.close()
+    all_right(trials)
 
 
 @pytest.mark.parametrize("pattern", RIVALS)
@@ -162,16 +118,17 @@ def test_every_rival_is_right(pattern: str, target: Target, pool: CompilePool, s
     w = workload(pattern, heads_kv=2)
     configs = rivals(w, target)
     assert [c.family for c in configs] == RIVALS[pattern]
-    trials = tried(w, configs, pool, sandbox)
-    assert failed(trials) == {}
-    assert [t.config.key for t in trials if t.notes] == [], "a kernel compiled again while measuring"
+    bench, trials = tried(w, configs, pool, sandbox)
+    bench.close()
+    all_right(trials)
 
 
 def test_wrong_gradients_are_found_and_right_ones_are_not_accused(
     target: Target, pool: CompilePool, sandbox: Sandbox
 ) -> None:
     w = workload("causal", **RECORDED)
-    trials = tried(w, recorded_configs(w, target), pool, sandbox)
+    bench, trials = tried(w, recorded_configs(w, target), pool, sandbox)
+    bench.close()
     assert [str(t.status) for t in trials] == ["ok"] * 5 + ["incorrect"] * 4
     for t in trials[5:]:
         assert t.verification is not None

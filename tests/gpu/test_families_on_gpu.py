@@ -16,7 +16,7 @@ from tuner.compile import CompilePool
 from tuner.pattern import parse
 from tuner.sandbox import Sandbox
 from tuner.search import Search
-from tuner.target import Target, probe
+from tuner.target import Target
 from tuner.trial import Trial, TrialStatus
 from tuner.workload import Workload
 
@@ -42,23 +42,9 @@ def workload(pattern: str, heads_kv: int = 4, **changes: int) -> Workload:
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return probe("cuda")
-
-
-@pytest.fixture(scope="module")
-def pool(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompilePool]:
-    folder = tmp_path_factory.mktemp("artifacts")
+def pool(target: Target, folder: Path) -> Iterator[CompilePool]:
     with CompilePool(target, folder, workers=14, visible_devices=target.uuid) as pool:
-        pool.folder = folder  # type: ignore[attr-defined]
         yield pool
-
-
-@pytest.fixture(scope="module")
-def sandbox(target: Target, pool: CompilePool) -> Iterator[Sandbox]:
-    folder: Path = pool.folder  # type: ignore[attr-defined]
-    with Sandbox(target, folder, visible_devices=target.uuid) as sandbox:
-        yield sandbox
 
 
 CASES: list[tuple[str, dict[str, int]]] = [

@@ -6,20 +6,21 @@ Compiles about forty kernels of 5 to 13 s on one core each, and FlexAttention's 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gpu.trying import all_right, tried
 from tuner import families
 from tuner.compile import CompilePool
 from tuner.config import Config
 from tuner.families.joint import Joint
 from tuner.pattern import parse
-from tuner.sandbox import Bench, Sandbox
-from tuner.target import Target, probe
-from tuner.trial import Trial, TrialStatus
+from tuner.sandbox import Sandbox
+from tuner.target import Target
+from tuner.trial import Trial
 from tuner.workload import Workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -64,19 +65,6 @@ def rivals(w: Workload, target: Target) -> list[Config]:
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    target = probe("cuda")
-    if target.arch != "sm_90a":
-        pytest.skip(f"needs a Hopper GPU, this is {target.arch}")
-    return target
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("artifacts")
-
-
-@pytest.fixture(scope="module")
 def pool(target: Target, folder: Path) -> Iterator[CompilePool]:
     """A pool that begins with everything at once: one test after the other would keep two cores busy."""
     with CompilePool(target, folder, workers=14, visible_devices=target.uuid) as pool:
@@ -88,38 +76,8 @@ def pool(target: Target, folder: Path) -> Iterator[CompilePool]:
         yield pool
 
 
-@pytest.fixture(scope="module")
-def sandbox(target: Target, pool: CompilePool, folder: Path) -> Iterator[Sandbox]:
-    with Sandbox(target, folder, visible_devices=target.uuid) as sandbox:
-        yield sandbox
-
-
-def tried(
-    w: Workload, configs: Iterable[Config], pool: CompilePool, sandbox: Sandbox, policy: str = "graph"
-) -> tuple[Bench, list[Trial]]:
-    """Compile all, then verify and measure them beside the first; print what came of each."""
-    futures = {c: pool.submit(c, w, timeout_s=300) for c in configs}
-    compiled = {c: f.result() for c, f in futures.items()}
-    default = next(iter(compiled))
-    assert compiled[default].status is TrialStatus.OK, compiled[default].error
-    bench = sandbox.open(w, default, policy)
-    trials = [
-        bench.attempt(c, found) if found.status is TrialStatus.OK else Trial(c, found.status, found.error)
-        for c, found in compiled.items()
-    ]
-    for t in trials:
-        outputs = t.verification.outputs if t.verification else {}
-        errors = {name: f"{values[0]:.1e}/{values[1]:.1e}" for name, values in outputs.items()}
-        median_us = t.measurement.median_us if t.measurement else None
-        print(f"{w.label} {policy} | {t.config.family} {t.config.label} | {t.status} {t.error[:200]} "
-              f"{median_us} {t.ratio} {errors} {t.notes}")  # fmt: skip
-    return bench, trials
-
-
 def passed(trials: list[Trial]) -> None:
-    failed = {t.config.key: (str(t.status), t.error) for t in trials if t.status is not TrialStatus.OK}
-    assert failed == {}
-    assert [t.config.key for t in trials if t.notes] == [], "a kernel compiled again while measuring"
+    all_right(trials)
     assert all(t.verification is not None and set(t.verification.outputs) == OUTPUTS for t in trials)
 
 

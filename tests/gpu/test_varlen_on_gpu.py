@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from tests.gpu.trying import all_right, tried
 from tuner import families
 from tuner.compile import CompilePool
 from tuner.config import Config
 from tuner.sandbox import Sandbox
-from tuner.target import Target, probe
-from tuner.trial import Trial, TrialStatus
+from tuner.target import Target
 from tuner.workload import Workload
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
@@ -67,19 +67,6 @@ def configs(w: Workload, target: Target) -> list[Config]:
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    target = probe("cuda")
-    if target.arch != "sm_90a":
-        pytest.skip(f"needs a Hopper GPU, this is {target.arch}")
-    return target
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("artifacts")
-
-
-@pytest.fixture(scope="module")
 def pool(target: Target, folder: Path) -> Iterator[CompilePool]:
     """A pool that begins with everything at once."""
     with CompilePool(target, folder, workers=14, visible_devices=target.uuid) as pool:
@@ -89,32 +76,13 @@ def pool(target: Target, folder: Path) -> Iterator[CompilePool]:
         yield pool
 
 
-@pytest.fixture(scope="module")
-def sandbox(target: Target, pool: CompilePool, folder: Path) -> Iterator[Sandbox]:
-    with Sandbox(target, folder, visible_devices=target.uuid) as sandbox:
-        yield sandbox
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{workload(c).label} {c.get('dtype', '')}")
 def test_every_family_is_right(case: dict[str, Any], target: Target, pool: CompilePool, sandbox: Sandbox) -> None:
     w = workload(case)
-    compiled = {c: pool.submit(c, w, timeout_s=300).result() for c in configs(w, target)}
-    default = next(iter(compiled))
+    its = configs(w, target)
     if w.layout == "varlen" and not w.pattern.scores and w.head_dim == w.head_dim_v and not w.deterministic:
-        assert default.family == "torch_varlen"
-    assert f"fa4_{w.op}_sm90" in {c.family for c in compiled}
-    assert compiled[default].status is TrialStatus.OK, compiled[default].error
-    bench = sandbox.open(w, default, "graph")
-    trials = [
-        bench.attempt(c, found) if found.status is TrialStatus.OK else Trial(c, found.status, found.error)
-        for c, found in compiled.items()
-    ]
+        assert its[0].family == "torch_varlen"
+    assert f"fa4_{w.op}_sm90" in {c.family for c in its}
+    bench, trials = tried(w, its, pool, sandbox)
     bench.close()
-    for t in trials:
-        outputs = t.verification.outputs if t.verification else {}
-        errors = {name: f"{values[0]:.1e}/{values[1]:.1e}" for name, values in outputs.items()}
-        print(
-            f"{w.label} | {t.config.family} {t.config.label} | {t.status} {t.error[:200]} {t.ratio} {errors} {t.notes}"
-        )
-    assert {t.config.key: (str(t.status), t.error) for t in trials if t.status is not TrialStatus.OK} == {}
-    assert [t.config.key for t in trials if t.notes] == [], "a kernel compiled again while measuring"
+    all_right(trials)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tuner.compile import Compiled, CompilePool, child_env
+from tests.integration.cross import architectures, in_child
+from tuner.compile import Compiled, CompilePool
 from tuner.config import Config
 from tuner.families import load
 from tuner.pattern import parse
@@ -57,16 +57,6 @@ def compiled(home: Path, *args: str) -> list[dict[str, Any]]:
 def objects(home: Path) -> dict[Path, tuple[int, int]]:
     """Return the compiled objects with their times and inodes, which writing one again would change."""
     return {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in home.rglob("*.o")}
-
-
-def architectures(data: bytes) -> list[int]:
-    """Return the SM of every GPU image in an object: low byte of e_flags, where e_machine is 190 (CUDA)."""
-    starts, at = [], data.find(b"\x7fELF")
-    while at >= 0:
-        starts.append(at)
-        at = data.find(b"\x7fELF", at + 4)
-    headers = [data[at : at + 64] for at in starts]
-    return [h[48] for h in headers if len(h) == 64 and struct.unpack_from("<H", h, 18)[0] == 190]
 
 
 @pytest.fixture(scope="module")
@@ -165,19 +155,8 @@ print(json.dumps([files, fa4_cache.compiled_here]))
 
 def in_one_process(cache: Path, *jobs: tuple[Config, Workload]) -> tuple[list[list[str]], list[str]]:
     """Return the files of every job and the hashes of the kernels that were compiled and not found."""
-    environ = {**os.environ, **child_env(SM_90A, cache, "")}
-    order = json.dumps([(config.to_dict(), workload.to_dict()) for config, workload in jobs])
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_PROCESS, cache, order],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    files, fresh = json.loads(done.stdout.splitlines()[-1])
+    order = [(config.to_dict(), workload.to_dict()) for config, workload in jobs]
+    files, fresh = in_child(ONE_PROCESS, cache, SM_90A, order)
     return files, fresh
 
 

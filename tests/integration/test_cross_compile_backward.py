@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.test_cross_compile import architectures
-from tuner.compile import Compiled, CompilePool, child_env
+from tests.integration.cross import ROOT, architectures, in_child
+from tuner.compile import Compiled, CompilePool
 from tuner.config import Config, Param
 from tuner.families.fa4_bwd_sm90 import FAMILY
 from tuner.families.fa4_bwd_tiles import smem_bytes
@@ -27,7 +24,6 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-ROOT = Path(__file__).parents[2]
 SM_90A = named("sm_90a")
 ABORTS: list[dict[str, Any]] = json.loads(
     (ROOT / "tests" / "fixtures" / "fa4_bwd_sm90_compiler_aborts.json").read_text()
@@ -47,21 +43,6 @@ def config(*values: Param, **changes: Param) -> Config:
 
 
 TUNED = config(64, 128, 2, 2, 1, False, False, False, 1, 2, 1)
-
-
-def in_child(script: str, folder: Path, *args: Any) -> Any:
-    """Run a script as the compiling child is run and return the JSON that it prints last."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(folder), *map(json.dumps, args)],
-        cwd=ROOT,
-        env={**os.environ, **child_env(SM_90A, folder, "")},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 PREAMBLE = """
@@ -143,7 +124,7 @@ print(json.dumps([files, fa4_cache.compiled_here]))
 """
     )
     jobs = [(FAMILY.stock(CAUSAL).to_dict(), CAUSAL.to_dict()), (TUNED.to_dict(), CAUSAL.to_dict())]
-    files, fresh = in_child(script, folder, jobs)
+    files, fresh = in_child(script, folder, SM_90A, jobs)
     assert files == [list(compiled["stock"].files), list(compiled["tuned"].files)]
     assert fresh == []
 
@@ -167,7 +148,7 @@ print(json.dumps([[str(p) for p in fa4_bwd_launch.compile_bwd(c, w, room).files]
             variants.append(Config.make("fa4_bwd_sm90", 1, **{**base, name: new}))
     mains = [
         next(p for p in files if Path(p).parent.parent.name.startswith("bwd-pds"))
-        for files in in_child(script, tmp_path, [(c.to_dict(), CAUSAL.to_dict()) for c in variants])
+        for files in in_child(script, tmp_path, SM_90A, [(c.to_dict(), CAUSAL.to_dict()) for c in variants])
     ]
     assert len(set(mains)) == len(mains) == 14
 
@@ -208,6 +189,6 @@ print(json.dumps(sizes))
         )
         for c in Search(FAMILY, w, SM_90A, budget=48, seed=0).feasible[::97][:5]
     ]
-    sizes = in_child(script, tmp_path, [(c.to_dict(), w.to_dict()) for w, c in jobs])
+    sizes = in_child(script, tmp_path, SM_90A, [(c.to_dict(), w.to_dict()) for w, c in jobs])
     assert len(jobs) > 15
     assert sizes == [smem_bytes(dict(c.params), w) for w, c in jobs]

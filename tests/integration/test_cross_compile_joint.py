@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.test_cross_compile import architectures
-from tuner.compile import Compiled, CompilePool, child_env
+from tests.integration.cross import architectures, in_child
+from tuner.compile import Compiled, CompilePool
 from tuner.config import Config
 from tuner.families import load
 from tuner.families.joint import Joint
@@ -26,7 +22,6 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-ROOT = Path(__file__).parents[2]
 SM_90A = named("sm_90a")
 CAUSAL = Workload(
     batch=2, heads_q=16, heads_kv=4, seqlen_q=4096, seqlen_k=4096, head_dim=128, op="fwd+bwd", pattern=parse("causal")
@@ -43,7 +38,7 @@ from tuner.families.base import Room
 from tuner.target import named
 from tuner.workload import Workload
 
-room = Room(named(sys.argv[2]), Path(sys.argv[1]))
+room = Room(named(json.loads(sys.argv[2])), Path(sys.argv[1]))
 
 def names(built):
     return [path.relative_to(room.cache_dir).as_posix() for path in built.files]
@@ -62,24 +57,8 @@ print(json.dumps([found, fa4_cache.compiled_here]))
 
 
 def again(folder: Path, target: Target, *jobs: tuple[Config, Workload]) -> tuple[Any, Any]:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            AGAIN,
-            str(folder),
-            target.arch,
-            json.dumps([[c.to_dict(), w.to_dict()] for c, w in jobs]),
-        ],
-        cwd=ROOT,
-        env={**os.environ, **child_env(target, folder, "")},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found, fresh = json.loads(done.stdout.splitlines()[-1])
+    order = [(c.to_dict(), w.to_dict()) for c, w in jobs]
+    found, fresh = in_child(AGAIN, folder, target, target.arch, order)
     return found, fresh
 
 

@@ -5,16 +5,11 @@ Compiled in one process without a GPU; whether the numbers are right is asked on
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tuner.compile import child_env
+from tests.integration.cross import in_child
 from tuner.config import Config
 from tuner.families import load
 from tuner.pattern import parse
@@ -26,7 +21,6 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-ROOT = Path(__file__).parents[2]
 H200 = named("sm_90a")
 
 COMPILE = """
@@ -71,17 +65,8 @@ JOBS = [
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("artifacts")
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, folder, json.dumps([(c.to_dict(), w.to_dict()) for c, w in JOBS])],
-        cwd=ROOT,
-        env={**os.environ, **child_env(H200, folder, "")},
-        capture_output=True,
-        text=True,
-        timeout=290,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    order = [(c.to_dict(), w.to_dict()) for c, w in JOBS]
+    answers: list[dict[str, Any]] = in_child(COMPILE, folder, H200, order)
     return answers
 
 

@@ -6,17 +6,13 @@ for its call would show in the next one's kernel if it stayed there.
 
 from __future__ import annotations
 
-import json
-import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tuner.compile import child_env
+from tests.integration.cross import in_child
 from tuner.config import Config
 from tuner.families import load
 from tuner.pattern import parse
@@ -28,7 +24,6 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-ROOT = Path(__file__).parents[2]
 B200 = named("sm_100a")
 SHAPE: dict[str, Any] = {"batch": 2, "heads_q": 8, "heads_kv": 8, "seqlen_q": 4096, "seqlen_k": 4096, "head_dim": 128}
 DENSE = Workload(**SHAPE)
@@ -114,18 +109,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(folder: Path) -> list[dict[str, Any]]:
-    order = json.dumps([(config.to_dict(), workload.to_dict()) for config, workload in JOBS])
-    done = subprocess.run(
-        [sys.executable, "-c", ONE_PROCESS, folder, order],
-        cwd=ROOT,
-        env={**os.environ, **child_env(B200, folder, "")},
-        capture_output=True,
-        text=True,
-        timeout=290,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    order = [(config.to_dict(), workload.to_dict()) for config, workload in JOBS]
+    answers: list[dict[str, Any]] = in_child(ONE_PROCESS, folder, B200, order)
     return answers
 
 

@@ -6,17 +6,13 @@ it asks the cache for must all be there.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration.cross import in_child
 from tuner import lengths
-from tuner.compile import child_env
 from tuner.config import Config
 from tuner.families import load
 from tuner.target import named, version_of
@@ -27,7 +23,6 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-ROOT = Path(__file__).parents[2]
 H200 = named("sm_90a")
 
 SCRIPT = """
@@ -102,18 +97,8 @@ JOBS = {
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("artifacts")
-    order = json.dumps([(c.to_dict(), w.to_dict(), other.to_dict()) for c, w, other in JOBS.values()])
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, folder, order],
-        cwd=ROOT,
-        env={**os.environ, **child_env(H200, folder, "")},
-        capture_output=True,
-        text=True,
-        timeout=290,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    order = [(c.to_dict(), w.to_dict(), other.to_dict()) for c, w, other in JOBS.values()]
+    return in_child(SCRIPT, folder, H200, order)
 
 
 @pytest.fixture(scope="module")

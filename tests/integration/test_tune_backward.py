@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from db.store import Store
+from tests.integration.command import answer
 from tuner.target import version_of
 from tuner.trial import Trial, TrialStatus
 
 pytestmark = pytest.mark.skipif(not version_of("torch"), reason="torch is not installed")
 
-FLASHTUNE = Path(sys.executable).with_name("flashtune")
 WORKLOAD = (
     *("--pattern", "causal", "--batch", "1", "--heads", "4", "--heads-kv", "2", "--seqlen", "256"),
     *("--head-dim", "32", "--dtype", "float32", "--op", "bwd", "--deterministic"),
 )
 BREAKS = {"0": "wrong_dk", "1": "nan", "2": "swapped", "3": "unwritten", "4": "unrepeatable"}
-
-
-def run(home: Path, *args: str) -> Any:
-    environ = {**os.environ, "FLASHTUNE_HOME": str(home)}
-    done = subprocess.run(
-        [FLASHTUNE, *args, "--json"], cwd=home, env=environ, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +32,7 @@ def outcome(home: Path) -> dict[str, Any]:
     (home / "script.json").write_text(json.dumps({"breaks": BREAKS}))
     families = ("--family", "sdpa_cpu", "--family", "decoy_bwd")
     script = ("--fake-script", str(home / "script.json"))
-    (found,) = run(home, "tune", *WORKLOAD, "--device", "cpu", *families, *script)["outcomes"]
+    (found,) = answer(home, "tune", *WORKLOAD, "--device", "cpu", *families, *script)["outcomes"]
     return dict(found)
 
 
@@ -86,15 +74,15 @@ def test_the_answer_is_a_right_one_and_can_be_looked_up(home: Path, outcome: dic
     assert tuned["default"]["family"] == "sdpa_cpu"
     assert str(tuned["config"]["params"].get("variant")) not in BREAKS
     assert tuned["verification"]["passed"] is True
-    found = run(home, "lookup", *WORKLOAD, "--target", "cpu")
+    found = answer(home, "lookup", *WORKLOAD, "--target", "cpu")
     assert (found["kind"], found["config"]) == ("exact", tuned["config"])
     forward = [o for o in WORKLOAD if o not in ("--op", "bwd")]
-    assert run(home, "lookup", *forward, "--target", "cpu")["kind"] == "default"
+    assert answer(home, "lookup", *forward, "--target", "cpu")["kind"] == "default"
 
 
 def test_a_workload_file_takes_it_too(home: Path) -> None:
     shape = 'batch = 1\nheads = 2\nseqlen = 128\nhead_dim = 32\ndtype = "float32"\n'
     (home / "bwd.toml").write_text('[[workload]]\nname = "own"\nop = "bwd"\npattern = "full"\n' + shape)
-    (found,) = run(home, "tune", "bwd.toml", "--device", "cpu")["outcomes"]
+    (found,) = answer(home, "tune", "bwd.toml", "--device", "cpu")["outcomes"]
     assert (found["workload"]["op"], found["tuned"]["verdict"]) == ("bwd", "kept default")
     assert [f["config"]["family"] for f in found["tuned"]["finalists"]] == ["sdpa_cpu"]

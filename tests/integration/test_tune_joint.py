@@ -5,37 +5,22 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.integration.command import FLASHTUNE, answer, text
 from tuner.target import version_of
 
-FLASHTUNE = Path(sys.executable).with_name("flashtune")
 WORKLOAD = (
     *("--pattern", "causal", "--batch", "1", "--heads", "4", "--heads-kv", "2", "--seqlen", "128"),
     *("--head-dim", "32", "--dtype", "float32", "--op", "fwd+bwd"),
 )
 
 
-def text(home: Path, *args: str) -> str:
-    environ = {**os.environ, "FLASHTUNE_HOME": str(home)}
-    done = subprocess.run(
-        [FLASHTUNE, *args], cwd=home, env=environ, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def run(home: Path, *args: str) -> Any:
-    return json.loads(text(home, *args, "--json"))
-
-
 @pytest.mark.skipif(not version_of("torch"), reason="torch is not installed")
 def test_on_a_cpu_the_answer_tells_the_whole_and_both_parts(tmp_path: Path) -> None:
-    (outcome,) = run(tmp_path, "tune", *WORKLOAD, "--deterministic", "--device", "cpu")["outcomes"]
+    (outcome,) = answer(tmp_path, "tune", *WORKLOAD, "--deterministic", "--device", "cpu")["outcomes"]
     assert outcome["workload"]["op"] == "fwd+bwd"
     tuned = outcome["tuned"]
     (finalist,) = tuned["finalists"]
@@ -45,11 +30,11 @@ def test_on_a_cpu_the_answer_tells_the_whole_and_both_parts(tmp_path: Path) -> N
     assert tuned["extras"]["median_us"] == {**finalist["parts_us"], "fwd+bwd": finalist["median_us"]}
     assert tuned["extras"]["default_median_us"] == tuned["extras"]["median_us"]
     assert {"out", "dq (draw 1)", "dk (draw 2)", "dv (draw 2)"} <= tuned["verification"]["outputs"].keys()
-    found = run(tmp_path, "lookup", *WORKLOAD, "--deterministic", "--target", "cpu")
+    found = answer(tmp_path, "lookup", *WORKLOAD, "--deterministic", "--target", "cpu")
     assert (found["kind"], found["config"]) == ("exact", tuned["config"])
     assert found["extras"] == tuned["extras"]
     backward = ["bwd" if o == "fwd+bwd" else o for o in WORKLOAD]
-    assert run(tmp_path, "lookup", *backward, "--deterministic", "--target", "cpu")["kind"] == "default"
+    assert answer(tmp_path, "lookup", *backward, "--deterministic", "--target", "cpu")["kind"] == "default"
 
 
 def test_on_the_fake_device_a_faster_pair_is_published_and_shown_with_its_parts(tmp_path: Path) -> None:
@@ -58,7 +43,7 @@ def test_on_the_fake_device_a_faster_pair_is_published_and_shown_with_its_parts(
         '[[workload]]\nname = "step"\nop = "fwd+bwd"\npattern = "causal"\n'
         "batch = 1\nheads = 8\nseqlen = 1024\nhead_dim = 64\n"
     )
-    (outcome,) = run(tmp_path, "tune", "both.toml", "--fake-script", "script.json")["outcomes"]
+    (outcome,) = answer(tmp_path, "tune", "both.toml", "--fake-script", "script.json")["outcomes"]
     tuned = outcome["tuned"]
     assert (tuned["verdict"], tuned["config"]["params"]) == ("published", {"variant": 3})
     assert tuned["extras"]["median_us"] == pytest.approx({"fwd": 14.285714, "bwd": 35.714286, "fwd+bwd": 50.0})
@@ -75,8 +60,8 @@ def test_on_the_fake_device_a_faster_pair_is_published_and_shown_with_its_parts(
 def test_a_direction_alone_has_no_parts_and_its_answer_is_not_that_of_both(tmp_path: Path) -> None:
     (tmp_path / "script.json").write_text("{}")
     words = ("--heads", "4", "--fake-script", "script.json")
-    (both,) = run(tmp_path, "tune", *words, "--op", "fwd+bwd")["outcomes"]
-    (alone,) = run(tmp_path, "tune", *words)["outcomes"]
+    (both,) = answer(tmp_path, "tune", *words, "--op", "fwd+bwd")["outcomes"]
+    (alone,) = answer(tmp_path, "tune", *words)["outcomes"]
     assert both["study"] != alone["study"]
     assert [f["parts_us"] for f in alone["tuned"]["finalists"]] == [{}] * len(alone["tuned"]["finalists"])
     assert alone["tuned"]["extras"] == {}

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from db.store import Store
+from tests.integration.command import answer
 from tuner.target import version_of
 
 pytestmark = pytest.mark.skipif(not version_of("torch"), reason="torch is not installed")
 
-FLASHTUNE = Path(sys.executable).with_name("flashtune")
 SHAPE = ("--pattern", "causal", "--heads", "4", "--heads-kv", "2", "--head-dim", "32", "--dtype", "float32")
 LENGTHS = ("--lengths", "256,0,19*2,100")
 BREAKS = {"0": "wrong_dk", "1": "nan", "2": "swapped"}
-
-
-def run(home: Path, *args: str) -> Any:
-    environ = {**os.environ, "FLASHTUNE_HOME": str(home)}
-    done = subprocess.run(
-        [FLASHTUNE, *args, "--json"], cwd=home, env=environ, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +28,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcome(home: Path) -> dict[str, Any]:
     (home / "script.json").write_text(json.dumps({"breaks": BREAKS}))
     how = ("--family", "sdpa_cpu", "--family", "decoy_bwd", "--fake-script", str(home / "script.json"))
-    (found,) = run(home, "tune", *SHAPE, *LENGTHS, "--op", "bwd", "--device", "cpu", *how)["outcomes"]
+    (found,) = answer(home, "tune", *SHAPE, *LENGTHS, "--op", "bwd", "--device", "cpu", *how)["outcomes"]
     return dict(found)
 
 
@@ -58,11 +46,11 @@ def test_right_backwards_are_measured_and_defects_are_found(home: Path, outcome:
 
 def test_the_answer_is_looked_up_by_the_lengths(home: Path, outcome: dict[str, Any]) -> None:
     backward = (*SHAPE, "--op", "bwd", "--target", "cpu")
-    found = run(home, "lookup", *backward, *LENGTHS)
+    found = answer(home, "lookup", *backward, *LENGTHS)
     assert (found["kind"], found["config"]) == ("exact", outcome["tuned"]["config"])
-    other = run(home, "lookup", *backward, "--lengths", "250,1,30,30,80")  # five, as long, up to 512 tokens
+    other = answer(home, "lookup", *backward, "--lengths", "250,1,30,30,80")  # five, as long, up to 512 tokens
     assert (other["kind"], other["config"]) == ("bucket", outcome["tuned"]["config"])
-    dense = run(home, "lookup", *backward, "--batch", "5", "--seqlen", "256")
+    dense = answer(home, "lookup", *backward, "--batch", "5", "--seqlen", "256")
     assert dense["kind"] == "default"
     assert "layout varlen, not dense" in dense["reason"]
 
@@ -72,7 +60,7 @@ def test_a_workload_file_draws_lengths_and_a_forward_keeps_the_default(home: Pat
     decode = '[[workload]]\nname = "decode"\nlengths_q = "1*3"\nlengths_k = [128, 9, 300]\n'
     drawn = '[[workload]]\nname = "drawn"\nbatch = 3\nlengths = "mean=64,seed=1"\n'
     (home / "packed.toml").write_text(f"[defaults]\n{shape}{decode}{drawn}")
-    found = run(home, "tune", "packed.toml", "--device", "cpu")["outcomes"]
+    found = answer(home, "tune", "packed.toml", "--device", "cpu")["outcomes"]
     assert [o["tuned"]["verdict"] for o in found] == ["kept default"] * 2
     assert [o["workload"]["seqlen_q"] for o in found] == [1, max(found[1]["workload"]["lengths_q"])]
     for o in found:
