@@ -8,7 +8,7 @@ that is cut off has measured some of each. Writes to ``--out``: ``suite.json.gz`
 samples of its finals), ``trials-POLICY.jsonl.gz`` (every trial), ``suite.md``, ``suite.png``, ``verify.json``.
 
 Rivals are as shipped. ``--autotune GLOB`` adds, in the cells of these names, FlexAttention's Triton kernel
-under torch.compile's max-autotune, which takes about a minute a cell. Exit code 1: a published config
+under torch.compile's max-autotune, which compiles many candidates a cell. Exit code 1: a published config
 failed verification, or a cell could not be tuned; 3: time was up before everything was done.
 """
 

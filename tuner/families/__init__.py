@@ -39,7 +39,7 @@ REGISTRY: dict[str, str] = {
 # config after the other at about ten seconds each, and FA4's kernels beat it 1.2 to 3 times where they run.
 SECOND_CHOICE = ("flex_triton",)
 
-# Compete only if named: torch.compile's autotuning takes about a minute for each workload.
+# Compete only if named: torch.compile compiles and times many candidates for each workload.
 ONLY_NAMED = ("flex_triton_autotune",)
 
 # Never compete unless named: the instruments of honesty checks.

@@ -1,4 +1,4 @@
-"""The run-time client: which config a workload gets, from a snapshot, in about a microsecond.
+"""The run-time client: which config a workload gets, from a snapshot.
 
     >>> from tuner import runtime
     >>> runtime.load("tuned.snapshot", refresh_s=60)  # doctest: +SKIP

