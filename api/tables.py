@@ -16,7 +16,14 @@ from tuner.trial import Finalist, Trial, TunedConfig, Verdict
 from tuner.workload import Workload
 from workers.runner import Outcome
 
-_UNTUNABLE = ("flex_flash_stock", "flex_triton_stock", "flex_triton_autotune", "cudnn", "sdpa_cpu")
+_UNTUNABLE = (
+    "flex_flash_stock",
+    "flex_flash_sm100_stock",
+    "flex_triton_stock",
+    "flex_triton_autotune",
+    "cudnn",
+    "sdpa_cpu",
+)
 
 
 def outcome_tables(outcomes: Iterable[Outcome]) -> Iterator[Table]:

@@ -21,6 +21,7 @@ from tuner.config import Config
 from tuner.families import load
 from tuner.families.base import Kernel, Room
 from tuner.lab import Timer
+from tuner.target import FA4_ARCHES
 from tuner.workload import Workload
 
 # Rotating inputs: beyond twice the largest L2 (B200: 126 MB) and a server's last-level cache.
@@ -116,7 +117,7 @@ class TorchLab:
         self._nvml = _nvml_handle(room.target.uuid) if self._device == "cuda" else None
         if self._device == "cuda":
             torch.cuda.init()
-            if room.target.arch in ("sm_90a", "sm_100a"):
+            if room.target.arch in FA4_ARCHES:
                 self._note_fa4_compiles()
         self._draws = 0
         one = make_inputs(workload, self._device, 0)
@@ -180,7 +181,7 @@ class TorchLab:
             return False
 
     def faults(self) -> list[str]:
-        if self._device != "cuda" or self._room.target.arch not in ("sm_90a", "sm_100a"):
+        if self._device != "cuda" or self._room.target.arch not in FA4_ARCHES:
             return []
         from tuner.families import fa4_cache
 

@@ -105,6 +105,7 @@ class Surrogate:
             near = self._product(self._points[[point]], self._points)[0]
             self._tried += near
             self._worked += near if gain is not None else 0.0
+        self._gains.pop(point, None)
         if gain is not None:
             self._gains[point] = _squash(gain)
 

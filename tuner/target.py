@@ -21,12 +21,15 @@ from typing import Any
 
 from tuner.errors import TargetError
 
+BLACKWELL = ("sm_100a", "sm_103a")  # data-center Blackwell: B200 and B300
+FA4_ARCHES = ("sm_90a", *BLACKWELL)  # what FA4's families here are for
+
 
 @dataclass(frozen=True)
 class Target:
     """A GPU or CPU model as far as it decides which kernel is fastest.
 
-    ``arch`` is ``sm_90a``, ``sm_100a``, ``sm_80`` ..., ``cpu`` or ``fake``. ``num_sms`` counts
+    ``arch`` is ``sm_90a``, ``sm_100a``, ``sm_103a``, ``sm_80`` ..., ``cpu`` or ``fake``. ``num_sms`` counts
     streaming multiprocessors (cores on a CPU). ``power_cap_w`` is None where nobody says.
     """
 
@@ -78,10 +81,11 @@ class Toolchain:
 
 
 # Targets that can be compiled for without being at hand. SM counts: NVIDIA's data sheets for the
-# SXM parts (H100/H200: 132; B200: 148).
+# SXM parts (H100/H200: 132; B200: 148); a B300's is taken to be a B200's, since none was seen yet.
 _NAMED = {
     "sm_90a": Target("NVIDIA H200", "sm_90a", 132),
     "sm_100a": Target("NVIDIA B200", "sm_100a", 148),
+    "sm_103a": Target("NVIDIA B300", "sm_103a", 148),
     "cpu": Target("cpu", "cpu", os.cpu_count() or 1, device="cpu"),
     "fake": Target("fake", "fake", 1, device="fake"),
 }
@@ -93,7 +97,8 @@ def named(arch: str) -> Target:
     Raises:
         TargetError: if there is no such target.
     """
-    arch = {"sm_90": "sm_90a", "sm90": "sm_90a", "sm_100": "sm_100a", "sm100": "sm_100a"}.get(arch, arch)
+    if found := re.fullmatch(r"sm_?(90|100|103)", arch):
+        arch = f"sm_{found[1]}a"
     if arch not in _NAMED:
         raise TargetError(f"unknown target {arch!r}; known: {', '.join(sorted(_NAMED))}, or a device as cuda:0")
     return _NAMED[arch]

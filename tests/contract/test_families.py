@@ -189,7 +189,7 @@ def test_an_instrument_competes_if_named() -> None:
     ("arch", "pattern", "dtype", "default"),
     [
         ("sm_90a", "causal", "bfloat16", "flex_flash_stock"),
-        ("sm_100a", "document(mean=128) + alibi", "float16", "flex_flash_stock"),
+        ("sm_100a", "document(mean=128) + alibi", "float16", "flex_flash_sm100_stock"),
         ("sm_90a", "causal", "float32", "flex_triton_stock"),
         ("sm_80", "sliding_window(200)", "bfloat16", "flex_triton_stock"),
         ("cpu", "causal", "float32", "flex_cpu"),

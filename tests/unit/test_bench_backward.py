@@ -13,6 +13,7 @@ import torch
 
 from tuner.bench import Bench, BenchError
 from tuner.config import Config
+from tuner.errors import ConfigError
 from tuner.families import load
 from tuner.families.base import Room
 from tuner.lab_torch import BackwardInputs, TorchLab, make_inputs
@@ -91,6 +92,22 @@ def test_last_bits_that_differ_matter_only_to_deterministic_workloads(plain: Ben
     answer = strict.attempt(variant(4))
     assert (answer["status"], answer["error"].partition(",")[0]) == ("incorrect", "two runs on the same inputs differ")
     assert strict.attempt(variant(9))["status"] == "ok"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_last_bits_differ_in_every_dtype(tmp_path: Path, dtype: str) -> None:
+    w = workload(dtype=dtype)
+    kernel = load("decoy_bwd").build(variant(4), w, Room(CPU, tmp_path, json.dumps({"breaks": BREAKS})))
+    inputs = make_inputs(w, "cpu", 1)
+    (one, *_), (two, *_) = (tuple(t.clone() for t in kernel(inputs)) for _ in range(2))
+    assert not torch.equal(one, two)
+    assert torch.allclose(one, two, rtol=2 * torch.finfo(one.dtype).eps, atol=0)
+
+
+def test_a_defect_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    room = Room(CPU, tmp_path, json.dumps({"breaks": {"7": "assert"}}))
+    with pytest.raises(ConfigError, match="breaks a variant by 'assert'; write one of wrong_dk"):
+        load("decoy_bwd").build(variant(4), workload(), room)
 
 
 def test_grouped_heads_fewer_queries_and_another_head_dim_v_are_verified(tmp_path: Path) -> None:

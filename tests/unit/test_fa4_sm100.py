@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tuner import families
 from tuner.config import Config, Param
 from tuner.families import fa4_sm100_tiles as tiles
 from tuner.families.fa4_bwd_sm100 import FAMILY as BWD
@@ -370,3 +371,29 @@ def test_labels_are_short_and_tell_configs_apart() -> None:
     assert fwd(num_splits=2).label == "ex2=16 native regs=192-72 splits=2 q_stage=2 tile_n=128"
     assert fwd().label != fwd(kv_stage=2).label
     assert bwd(two_cta=True).label == "native regs=136-144 tile_n=128 2cta"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words", "block"),
+    [
+        ({"head_dim": 128}, "", [256, 128]),
+        ({"head_dim": 128, "op": "bwd"}, "", [256, 128]),
+        ({"head_dim": 192, "head_dim_v": 128, "op": "bwd"}, "", [256, 256]),
+        ({"head_dim": 160}, "not 160 over 160", None),
+        ({"head_dim": 256}, "", [256, 128]),
+        ({"head_dim": 256, "op": "bwd"}, "has no BlockMask", None),
+    ],
+)
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_flexattentions_flash_backend_takes_there_what_fa4_takes(
+    arch: str, fields: dict[str, Any], words: str, block: list[int] | None
+) -> None:
+    rival, other = families.load("flex_flash_sm100_stock"), families.load("flex_flash_stock")
+    shape = {"batch": 1, "heads_q": 2, "heads_kv": 2, "seqlen_q": 512, "seqlen_k": 512, "pattern": parse("causal")}
+    w = Workload(**{**shape, **fields})
+    reason = rival.refuses(w, named(arch))
+    assert (reason == "") is (words == "")
+    assert words in reason
+    assert other.refuses(w, named(arch)).startswith("needs sm_90a")
+    if block:
+        assert rival.extras(rival.stock(w), w)["block_size"] == block

@@ -144,3 +144,11 @@ def test_the_chance_of_better_falls_on_a_flat_table_and_stays_on_a_steep_one() -
     assert chances[2] > 0.5
     assert chances[-1] < 0.02
     assert steep.chance_of_better(max(-0.02 * abs(p - 25) for p in map(int, order)) + 0.02) > 0.1
+
+
+def test_a_config_that_fails_later_has_no_gain_any_more() -> None:
+    model = Surrogate(SPACE, POINTS)
+    model.tell(5, 0.3)
+    assert model.told == 1
+    model.tell(5, None)
+    assert model.told == 0

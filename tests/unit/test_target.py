@@ -122,14 +122,20 @@ def test_an_unknown_device_is_named(device: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "arch", "num_sms"),
-    [("sm_90a", "sm_90a", 132), ("sm90", "sm_90a", 132), ("sm_100", "sm_100a", 148), ("fake", "fake", 1)],
+    [
+        ("sm_90a", "sm_90a", 132),
+        ("sm90", "sm_90a", 132),
+        ("sm_100", "sm_100a", 148),
+        ("sm103", "sm_103a", 148),
+        ("fake", "fake", 1),
+    ],
 )
 def test_named(name: str, arch: str, num_sms: int) -> None:
     assert (named(name).arch, named(name).num_sms) == (arch, num_sms)
 
 
 def test_an_unknown_target_is_named_with_what_is_known() -> None:
-    with pytest.raises(TargetError, match=r"'sm_42'; known: cpu, fake, sm_100a, sm_90a"):
+    with pytest.raises(TargetError, match=r"'sm_42'; known: cpu, fake, sm_100a, sm_103a, sm_90a"):
         named("sm_42")
 
 

@@ -19,6 +19,7 @@ from tuner.workload import Workload
 # what "PyTorch ships" there, and what everything else must beat.
 REGISTRY: dict[str, str] = {
     "flex_flash_stock": "tuner.families.flex_stock:FLASH",
+    "flex_flash_sm100_stock": "tuner.families.flex_stock:FLASH_SM100",
     "flex_triton_stock": "tuner.families.flex_stock:TRITON",
     "torch_varlen": "tuner.families.torch_varlen:FAMILY",
     "cudnn": "tuner.families.sdpa:CUDNN",

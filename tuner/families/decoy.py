@@ -20,6 +20,7 @@ import json
 from typing import Any
 
 from tuner.config import Config
+from tuner.errors import ConfigError
 from tuner.families.base import Built, Kernel, Room, Space
 from tuner.families.fa4_fwd_sm90 import FAMILY as FA4
 from tuner.families.sdpa import CPU as SDPA
@@ -28,6 +29,9 @@ from tuner.workload import Workload
 
 _BASE_SPIN_US = 2.0  # everyone spins this much, so that all launch the same kernels
 _VARIANTS = 12
+_SHARE_CHANGED = 0.01  # of dq, by its last bit
+_FORWARD = ("assert", "hang", "nan", "wrong", "unwritten")
+_BACKWARD = ("wrong_dk", "nan", "swapped", "unwritten", "unrepeatable", "wrong")
 
 
 class _Variants:
@@ -72,8 +76,8 @@ class Decoy(_Variants):
         script = json.loads(room.script or "{}")
         slower = script.get("slower", {})
         name = "stock" if config.is_stock else str(config["variant"])
-        if name in script.get("breaks", {}):
-            return _broken(kernel, script["breaks"][name])
+        if how := _defect(script, name, _FORWARD):
+            return _broken(kernel, how)
         share = float(slower.get(name, slower.get("default", 0.0) if name != "stock" else 0.0))
         cycles = _spin_cycles(kernel, workload, share)
 
@@ -99,12 +103,21 @@ class DecoyBackward(_Variants):
 
     def build(self, config: Config, workload: Workload, room: Room) -> Kernel:
         kernel = SDPA.build(SDPA.stock(workload), workload, room)
-        how = json.loads(room.script or "{}").get("breaks", {}).get(str(config.get("variant", "stock")))
+        how = _defect(json.loads(room.script or "{}"), str(config.get("variant", "stock")), _BACKWARD)
         return _broken_backward(kernel, how) if how else kernel
 
 
 FAMILY = Decoy()
 BACKWARD = DecoyBackward()
+
+
+def _defect(script: dict[str, Any], name: str, known: tuple[str, ...]) -> str:
+    """Return how a variant is to be broken; empty if it is not. Raises ConfigError for what is no defect here."""
+    breaks = script.get("breaks", {})
+    unknown = [how for how in breaks.values() if how not in known]
+    if unknown:
+        raise ConfigError(f"the script breaks a variant by {unknown[0]!r}; write one of {', '.join(known)}")
+    return str(breaks.get(name, ""))
 
 
 def _broken(kernel: Kernel, how: str) -> Kernel:
@@ -145,7 +158,8 @@ def _broken_backward(kernel: Kernel, how: str) -> Kernel:
         elif how == "nan":
             dv[..., -1, 0, 0] = float("nan")
         elif how == "unrepeatable":
-            dq = dq * (1 + 1e-6 * torch.rand(()))
+            ulp = 1 + torch.finfo(dq.dtype).eps
+            dq = torch.where(torch.rand(dq.shape) < _SHARE_CHANGED, dq * ulp, dq)
         elif how == "wrong":
             before[0][0, before[0].shape[1] // 2] *= 1.5
         return *before, dq, dk, dv

@@ -30,10 +30,8 @@ from tuner.config import Config, Param
 from tuner.families import fa4_sm100_tiles as tiles
 from tuner.families.base import Built, Kernel, Room, Space
 from tuner.families.fa4_tiles import mask_refused, uses_block_mask
-from tuner.target import Target
+from tuner.target import BLACKWELL, Target
 from tuner.workload import Workload
-
-ARCHES = ("sm_100a", "sm_103a")
 
 _SPLITS = (1, 2, 4, 8)
 _MOST_SMS = 148  # of a B200: a grid that fills them gains nothing from splitting the keys
@@ -133,8 +131,8 @@ FAMILY = Fa4FwdSm100()
 
 def cannot_on_sm100(workload: Workload, target: Target) -> str:
     """Return what neither of FA4's directions computes on Blackwell; empty if nothing stands against it."""
-    if target.arch not in ARCHES:
-        return f"needs {' or '.join(ARCHES)}, the target is {target.arch}"
+    if target.arch not in BLACKWELL:
+        return f"needs {' or '.join(BLACKWELL)}, the target is {target.arch}"
     if workload.dtype not in ("bfloat16", "float16"):
         return f"computes bfloat16 and float16, not {workload.dtype}"
     if workload.layout != "dense":

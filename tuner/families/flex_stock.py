@@ -7,8 +7,11 @@ from typing import Any
 from tuner.config import Config
 from tuner.families.base import Built, Kernel, Room, Untunable, backward_refused
 from tuner.families.fa4_bwd_tiles import stock_dq_refused
-from tuner.target import Target
+from tuner.families.fa4_fwd_sm100 import cannot_on_sm100
+from tuner.target import BLACKWELL, Target
 from tuner.workload import Workload
+
+_DEFAULT_BLOCK = 128  # FlexAttention's BLOCK_SIZE where none is given
 
 
 class FlexStock(Untunable):
@@ -18,11 +21,17 @@ class FlexStock(Untunable):
     lab = "tuner.lab_torch:TorchLab"
 
     def __init__(
-        self, name: str, backend: str, arches: tuple[str, ...], max_head_dim: int, mode: str | None = None
+        self,
+        name: str,
+        backend: str,
+        arches: tuple[str, ...],
+        max_head_dim: int,
+        mode: str | None = None,
+        q_block: int = _DEFAULT_BLOCK,
     ) -> None:
         self.name = name
         self._mode = mode  # torch.compile's
-        self._backend, self._arches, self._max_head_dim = backend, arches, max_head_dim
+        self._backend, self._arches, self._max_head_dim, self._q_block = backend, arches, max_head_dim, q_block
 
     def refuses(self, workload: Workload, target: Target) -> str:
         if not target.is_gpu:
@@ -35,6 +44,8 @@ class FlexStock(Untunable):
             return "computes bfloat16 and float16, not float32"
         if max(workload.head_dim, workload.head_dim_v) > self._max_head_dim:
             return f"head_dim goes to {self._max_head_dim}, not {max(workload.head_dim, workload.head_dim_v)}"
+        if self._backend == "FLASH" and target.arch in BLACKWELL and (reason := cannot_on_sm100(workload, target)):
+            return reason
         if workload.op != "fwd" and self._backend == "FLASH" and (reason := _flash_bwd_refused(workload, target)):
             return reason
         return backward_refused(workload)
@@ -42,7 +53,7 @@ class FlexStock(Untunable):
     def extras(self, config: Config, workload: Workload) -> dict[str, Any]:
         extras: dict[str, Any] = {"kernel_options": {"BACKEND": self._backend}}
         if workload.pattern.masks:
-            extras["block_size"] = [128, 128]
+            extras["block_size"] = list(self._block(workload))
         return extras
 
     def compile(self, config: Config, workload: Workload, room: Room) -> Built:
@@ -54,8 +65,17 @@ class FlexStock(Untunable):
     def build(self, config: Config, workload: Workload, room: Room) -> Kernel:
         from tuner.families import flex
 
-        block = (flex.DEFAULT_BLOCK, flex.DEFAULT_BLOCK)
-        return flex.build(workload, "cuda", block, {"BACKEND": self._backend}, mode=self._mode)
+        options = {"BACKEND": self._backend}
+        return flex.build(workload, "cuda", self._block(workload), options, mode=self._mode)
+
+    def _block(self, workload: Workload) -> tuple[int, int]:
+        """Return the BlockMask's (q, kv) block: FlexAttention's own, or the least that FA4 takes on Blackwell.
+
+        There the forward works on two tiles of 128 queries in turn, and the backward of wide heads on pairs of
+        key tiles: other blocks end in a ValueError (flash-attn-4 4.0.0b36, ``cute/block_sparsity.py``).
+        """
+        wide = self._q_block != _DEFAULT_BLOCK and workload.op != "fwd" and workload.head_dim > 128
+        return self._q_block, 2 * _DEFAULT_BLOCK if wide else _DEFAULT_BLOCK
 
 
 def _flash_bwd_refused(workload: Workload, target: Target) -> str:
@@ -65,6 +85,8 @@ def _flash_bwd_refused(workload: Workload, target: Target) -> str:
         return "adds to dq in the order in which blocks arrive, which is not deterministic"
     if w.heads_q != w.heads_kv and w.head_dim != w.head_dim_v:
         return f"sums over grouped heads only where head_dim_v equals head_dim, not {w.head_dim_v} and {w.head_dim}"
+    if target.arch in BLACKWELL and w.head_dim == 256 and (w.pattern.masks or w.pattern.scores):
+        return f"has no BlockMask and no score modification in FA4's backward for head_dim 256: not {w.pattern}"
     if target.arch != "sm_90a":
         return ""
     if w.pattern.masks and w.head_dim > 128:
@@ -72,7 +94,8 @@ def _flash_bwd_refused(workload: Workload, target: Target) -> str:
     return stock_dq_refused(w, bool(w.pattern.masks))
 
 
-FLASH = FlexStock("flex_flash_stock", "FLASH", ("sm_90a", "sm_100a"), 256)
+FLASH = FlexStock("flex_flash_stock", "FLASH", ("sm_90a",), 256)
+FLASH_SM100 = FlexStock("flex_flash_sm100_stock", "FLASH", BLACKWELL, 256, q_block=2 * _DEFAULT_BLOCK)
 TRITON = FlexStock("flex_triton_stock", "TRITON", (), 512)
 # What a user of torch.compile can ask for: Inductor times some configs of FlexAttention's Triton kernel on its
 # first call. Without CUDA graphs of its own, since the policy says whether a graph is replayed.
