@@ -7,8 +7,6 @@ makes the arguments, and a cache (``fa4_cache``) that tells when it compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -19,40 +17,35 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tuner.config import Config
 from tuner.families import cubin, fa4_cache, pattern_cute, pattern_torch
 from tuner.families.base import Built, Kernel, Room
+from tuner.families.fa4_seam import Swapped
 from tuner.families.fa4_tiles import block_size, smem_bytes, uses_block_mask
 from tuner.trial import Resources
 from tuner.workload import Workload
 
 
-@contextmanager
-def _stages(config: Config, room: Room, load: bool) -> Iterator[fa4_cache.Cache]:
-    """Make FA4 build with the config's number of K/V stages inside the with-block.
+def _stages(config: Config, room: Room, load: bool) -> tuple[Swapped, fa4_cache.Cache]:
+    """Return a with-block in which FA4 builds with the config's number of K/V stages, and its cache.
 
     The number is a literal at FA4's call and not in its compile key, so the class is wrapped and
     each number has a cache of its own. Stock stays as it is.
     """
-    original, original_cache = interface.FlashAttentionForwardSm90, interface._flash_attn_fwd.compile_cache
+    holder, original = fa4_cache.HOLDERS["fwd"], interface.FlashAttentionForwardSm90
     if config.is_stock:
         cache = fa4_cache.cache(fa4_cache.shipped(room.cache_dir, "fwd"), load)
-    else:
-        stages = int(config["num_stages"])
-        cache = fa4_cache.cache(fa4_cache.own(room.cache_dir, f"stages{stages}"), load)
-        interface.FlashAttentionForwardSm90 = lambda *args, **kw: original(*args, **{**kw, "num_stages": stages})
-    interface._flash_attn_fwd.compile_cache = cache
-    try:
-        yield cache
-    finally:
-        interface.FlashAttentionForwardSm90 = original
-        interface._flash_attn_fwd.compile_cache = original_cache
+        return Swapped((holder, "compile_cache", cache)), cache
+    stages = int(config["num_stages"])
+    cache = fa4_cache.cache(fa4_cache.own(room.cache_dir, f"stages{stages}"), load)
+
+    def wrapped(*args: Any, **kw: Any) -> Any:
+        return original(*args, **{**kw, "num_stages": stages})
+
+    return Swapped((holder, "compile_cache", cache), (interface, "FlashAttentionForwardSm90", wrapped)), cache
 
 
 def compile_fwd(config: Config, workload: Workload, room: Room) -> Built:
     """Compile one config into the room's cache without a GPU, and read its figures from the cubin."""
-    with (
-        FakeTensorMode(),
-        _stages(config, room, load=False) as cache,
-        fa4_cache.scheduling_objects(room.cache_dir) as scheduling,
-    ):
+    stages, cache = _stages(config, room, load=False)
+    with FakeTensorMode(), stages, fa4_cache.scheduling_objects(room.cache_dir) as scheduling:
         q, k, v, out, lse = tensors(workload)
         arguments = _arguments(config, workload, _block_lists(config, workload, fake=True))
         interface._flash_attn_fwd(q, k, v, out=out, lse=lse, **arguments, **fake_packing(workload))
@@ -65,13 +58,12 @@ def compile_fwd(config: Config, workload: Workload, room: Room) -> Built:
 def build_fwd(config: Config, workload: Workload, room: Room) -> Kernel:
     """Return the kernel on this process's GPU, loaded from the room's cache."""
     arguments = _arguments(config, workload, _block_lists(config, workload, fake=False))
-    return kernel(config, workload, arguments, lambda: _stages(config, room, load=True))
+    stages, _ = _stages(config, room, load=True)
+    return kernel(config, workload, arguments, stages)
 
 
-def kernel(
-    config: Config, workload: Workload, arguments: dict[str, Any], variant: Callable[[], AbstractContextManager[Any]]
-) -> Kernel:
-    """Return FA4's forward call with ``arguments``; a tuned config's is made inside a ``variant()`` block."""
+def kernel(config: Config, workload: Workload, arguments: dict[str, Any], seam: Swapped) -> Kernel:
+    """Return FA4's forward call with ``arguments``; a tuned config's is made inside the ``seam``."""
     w = workload
     spare = torch.empty(w.batch, w.heads_q, w.seqlen_q, dtype=torch.float32, device="cuda")
 
@@ -96,7 +88,7 @@ def kernel(
         return run  # the very call of a user who tunes nothing
 
     def run_tuned(inputs: Any) -> torch.Tensor:
-        with variant():
+        with seam:
             return run(inputs)
 
     return run_tuned

@@ -6,7 +6,6 @@ conversions of float32 sums after it. Their compile keys name no architecture, s
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any
 
@@ -16,36 +15,34 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tuner.config import Config
-from tuner.families import fa4_cache, fa4_launch, flex, pattern_cute, pattern_torch
+from tuner.families import fa4_launch, flex, pattern_cute, pattern_torch
 from tuner.families import fa4_sm100_tiles as tiles
 from tuner.families.base import Built, Kernel, Room
 from tuner.families.fa4_bwd_sm100 import block_size, dq_stages, smem_bytes, tmem_columns
-from tuner.families.fa4_sm100_launch import built, swapped, using
+from tuner.families.fa4_seam import Swapped
+from tuner.families.fa4_sm100_launch import Seam, built
 from tuner.families.fa4_tiles import uses_block_mask
 from tuner.workload import Workload
 
 
-def _backward(config: Config, room: Room, load: bool) -> AbstractContextManager[list[fa4_cache.Cache]]:
+def _backward(config: Config, room: Room, load: bool) -> Seam:
     """Return the with-block in which FA4's backward builds and finds a config's kernels."""
     if config.is_stock:
-        return using(room, load, {"bwd": "", "bwd_pre": "", "bwd_post": ""})
+        return Seam(room, load, {"bwd": "", "bwd_pre": "", "bwd_post": ""})
     two_cta, generic = bool(config["two_cta"]), bool(config["hd256_generic"])
     tile_n = 64 if config["tile_n"] == 64 and not generic else None
     columns = int(config["dQ_reduce_ncol"])
     stages = dq_stages(config) if columns else 0
     kernel = _backward_kernel(columns, stages, *tiles.backward_registers(config))
     variant = f"bwd_dq{columns}_{config['num_regs']}"
-    return using(
+    return Seam(
         room,
         load,
         {"bwd": variant, "bwd_pre": "bwd_pre", "bwd_post": "bwd_post"},
-        swapped(
-            utils,
-            _get_disable_2cta_default=lambda is_fwd=False: not two_cta,
-            _get_hd256_generic_bwd=lambda: generic,
-            _get_bwd_tile_n_override=lambda: tile_n,
-        ),
-        swapped(interface, FlashAttentionBackwardSm100=kernel),
+        (utils, "_get_disable_2cta_default", lambda is_fwd=False: not two_cta),
+        (utils, "_get_hd256_generic_bwd", lambda: generic),
+        (utils, "_get_bwd_tile_n_override", lambda: tile_n),
+        (interface, "FlashAttentionBackwardSm100", kernel),
     )
 
 
@@ -76,15 +73,16 @@ def compile_bwd(config: Config, workload: Workload, room: Room) -> Built:
     """Compile one config's kernels into the room's cache without a GPU; the figures are the main kernel's."""
     # FA4 hands all tensors to the compiler by TVM's DLPack but the semaphores of a deterministic backward, and
     # torch's own asks a fake tensor's device
-    seam = swapped(utils, from_dlpack=partial(utils.from_dlpack, enable_tvm_ffi=True))
-    with FakeTensorMode(), seam, _backward(config, room, load=False) as caches:
+    semaphores = Swapped((utils, "from_dlpack", partial(utils.from_dlpack, enable_tvm_ffi=True)))
+    seam = _backward(config, room, load=False)
+    with FakeTensorMode(), semaphores, seam:
         q, k, v, out, lse = fa4_launch.tensors(workload)
         gradients = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
         arguments = _arguments(config, workload, _block_lists(config, workload, fake=True))
         interface._flash_attn_bwd(q, k, v, out, torch.empty_like(out), lse, **gradients, **arguments)
     if config.is_stock:
-        return built(caches)
-    return built(caches, smem_bytes(config, workload), tmem_columns(config, workload))
+        return built(seam.caches)
+    return built(seam.caches, smem_bytes(config, workload), tmem_columns(config, workload))
 
 
 def build_bwd(config: Config, workload: Workload, room: Room) -> Kernel:
@@ -100,8 +98,10 @@ def build_bwd(config: Config, workload: Workload, room: Room) -> Kernel:
     if config.is_stock:
         return run  # the very call of a user who tunes nothing
 
+    seam = _backward(config, room, load=True)
+
     def run_tuned(inputs: Any) -> tuple[torch.Tensor, ...]:
-        with _backward(config, room, load=True):
+        with seam:
             return run(inputs)
 
     return run_tuned

@@ -8,7 +8,6 @@ FA4's compile key holds the first three. What only the class knows is in the cac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -22,6 +21,7 @@ from tuner.config import Config
 from tuner.families import cubin, fa4_cache, fa4_launch
 from tuner.families import fa4_sm100_tiles as tiles
 from tuner.families.base import Built, Kernel, Room
+from tuner.families.fa4_seam import Swapped
 from tuner.families.fa4_tiles import uses_block_mask
 from tuner.trial import Resources
 from tuner.workload import Workload
@@ -29,37 +29,23 @@ from tuner.workload import Workload
 _EX2_EMU_START_FRG = 1  # the first 32 columns of a row always use the exp2 units: FA4's choice but for one head
 
 
-@contextmanager
-def swapped(owner: Any, **values: Any) -> Iterator[None]:
-    """Give attributes of a module or function other values inside the with-block."""
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
-@contextmanager
-def using(room: Room, load: bool, parts: dict[str, str], *seams: Any) -> Iterator[list[fa4_cache.Cache]]:
-    """Let FA4 work inside the with-block with caches of ours, and with other things put in its own's place.
+class Seam(Swapped):
+    """A with-block in which FA4 works with caches of ours, and with other things put in its own's place.
 
     ``parts`` says for each of FA4's caches the folder to use; the empty string is where FA4 itself looks.
-    Gives the caches in this order, as if they had not been asked for an object yet.
+    ``caches`` are in this order, as if they had not been asked for an object yet.
     """
-    caches = []
-    with ExitStack() as stack:
+
+    def __init__(self, room: Room, load: bool, parts: dict[str, str], *changes: tuple[Any, str, Any]) -> None:
+        self.caches: list[fa4_cache.Cache] = []
         for part, name in parts.items():
             # FA4's keys do not hold the number of SMs, and some not even the architecture: the folder does
             path = fa4_cache.own(room.cache_dir, f"{room.target.arch}-{room.target.num_sms}/{name}")
-            caches.append(fa4_cache.cache(path if name else fa4_cache.shipped(room.cache_dir, part), load))
-            caches[-1].asked.clear()
-            stack.enter_context(swapped(fa4_cache.HOLDERS[part], compile_cache=caches[-1]))
-        for seam in (*seams, *([] if load else _no_hardware(room))):
-            stack.enter_context(seam)
-        yield caches
+            cache = fa4_cache.cache(path if name else fa4_cache.shipped(room.cache_dir, part), load)
+            cache.asked.clear()
+            self.caches.append(cache)
+        ours = [(fa4_cache.HOLDERS[p], "compile_cache", c) for p, c in zip(parts, self.caches, strict=True)]
+        super().__init__(*ours, *changes, *([] if load else _no_hardware(room)))
 
 
 class _Hardware:
@@ -75,29 +61,27 @@ class _Hardware:
         return self._num_sms // cluster_size
 
 
-def _no_hardware(room: Room) -> Iterator[AbstractContextManager[None]]:
+def _no_hardware(room: Room) -> Iterator[tuple[Any, str, Any]]:
     for module in (cutlass.utils, tile_scheduler):
-        yield swapped(module, HardwareInfo=lambda device_id=0: _Hardware(room.target.num_sms))
+        yield module, "HardwareInfo", lambda device_id=0: _Hardware(room.target.num_sms)
 
 
-def _forward(config: Config, room: Room, load: bool) -> AbstractContextManager[list[fa4_cache.Cache]]:
+def _forward(config: Config, room: Room, load: bool) -> Seam:
     """Return the with-block in which FA4's forward builds and finds a config's kernels."""
     if config.is_stock:
-        return using(room, load, {"fwd": ""})
+        return Seam(room, load, {"fwd": ""})
     variant = f"fwd_kv{config['kv_stage']}_ex{config['ex2_emu_freq']}_{config['num_regs']}"
     two_cta, clc = bool(config["two_cta"]), bool(config["use_clc_scheduler"])
     registers = tiles.forward_registers(config)
     kernel = _forward_kernel(int(config["kv_stage"]), int(config["ex2_emu_freq"]), *registers)
-    return using(
+    return Seam(
         room,
         load,
         {"fwd": variant, "fwd_combine": "fwd_combine"},
-        swapped(
-            utils,
-            _get_disable_2cta_default=lambda is_fwd=False: not two_cta,
-            _get_use_clc_scheduler_default=lambda: clc,
-        ),
-        swapped(interface, FlashAttentionForwardSm100=kernel, _get_fwd_config=_with_q_stage(config)),
+        (utils, "_get_disable_2cta_default", lambda is_fwd=False: not two_cta),
+        (utils, "_get_use_clc_scheduler_default", lambda: clc),
+        (interface, "FlashAttentionForwardSm100", kernel),
+        (interface, "_get_fwd_config", _with_q_stage(config)),
     )
 
 
@@ -127,12 +111,13 @@ def _forward_kernel(kv_stage: int, ex2_emu_freq: int, softmax: int, correction: 
 
 def compile_fwd(config: Config, workload: Workload, room: Room) -> Built:
     """Compile one config into the room's cache without a GPU, and read its figures from the cubin."""
-    with FakeTensorMode(), _forward(config, room, load=False) as caches:
+    seam = _forward(config, room, load=False)
+    with FakeTensorMode(), seam:
         q, k, v, out, lse = fa4_launch.tensors(workload)
         interface._flash_attn_fwd(q, k, v, out=out, lse=lse, **_forward_arguments(config, workload, fake=True))
     if config.is_stock:
-        return built(caches)
-    return built(caches, tiles.smem_bytes(config, workload), tiles.tmem_columns(config, workload))
+        return built(seam.caches)
+    return built(seam.caches, tiles.smem_bytes(config, workload), tiles.tmem_columns(config, workload))
 
 
 def built(caches: list[fa4_cache.Cache], smem: int | None = None, columns: int | None = None) -> Built:
@@ -145,7 +130,7 @@ def built(caches: list[fa4_cache.Cache], smem: int | None = None, columns: int |
 def build_fwd(config: Config, workload: Workload, room: Room) -> Kernel:
     """Return the kernel on this process's GPU, loaded from the room's cache."""
     arguments = _forward_arguments(config, workload, fake=False)
-    return fa4_launch.kernel(config, workload, arguments, lambda: _forward(config, room, load=True))
+    return fa4_launch.kernel(config, workload, arguments, _forward(config, room, load=True))
 
 
 def _forward_arguments(config: Config, workload: Workload, *, fake: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tuner.config import Config
 from tuner.families.base import Built, Kernel, Room, Untunable, backward_refused
-from tuner.target import Target
+from tuner.target import BLACKWELL, Target
 from tuner.workload import Workload
 
 
@@ -23,7 +23,7 @@ class Sdpa(Untunable):
     def refuses(self, workload: Workload, target: Target) -> str:
         if target.device != self._device:
             return f"needs {self._device}, the target is {target.arch}"
-        if self._device == "cuda" and target.arch not in ("sm_80", "sm_89", "sm_90a", "sm_100a"):
+        if self._device == "cuda" and target.arch not in ("sm_80", "sm_89", "sm_90a", *BLACKWELL):
             return f"cuDNN's fused attention needs sm_80 or newer, the target is {target.arch}"
         if workload.layout != "dense" and self._device != "cpu":
             return f"has no {workload.layout} layout here"

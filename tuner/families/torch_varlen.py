@@ -6,10 +6,10 @@ from typing import Any
 
 from tuner.config import Config
 from tuner.families.base import Built, Kernel, Room, Untunable, backward_refused
-from tuner.target import Target
+from tuner.target import BLACKWELL, Target
 from tuner.workload import Workload
 
-_ARCHS = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")  # FlashAttention-2 needs sm_80 or newer
+_ARCHS = ("sm_80", "sm_89", "sm_90a", *BLACKWELL, "sm_120a")  # FlashAttention-2 needs sm_80 or newer
 
 
 class TorchVarlen(Untunable):
