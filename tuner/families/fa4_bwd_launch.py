@@ -122,7 +122,7 @@ def _arguments(config: Config, workload: Workload, sparsity: BlockSparseTensorsT
         arguments["score_mod_bwd"] = pattern_cute.score_mod_bwd(workload)
     else:
         arguments["softcap"] = pattern_torch.softcap_of(workload) or 0.0
-    return arguments
+    return pattern_cute.with_scalars(arguments, workload)
 
 
 def _fake_block_sparsity(config: Config, workload: Workload) -> BlockSparseTensorsTorch | None:

@@ -138,7 +138,7 @@ def pattern_arguments(config: Config, workload: Workload, sparsity: BlockSparseT
         arguments["score_mod"] = pattern_cute.score_mod(workload)
     else:
         arguments["softcap"] = pattern_torch.softcap_of(workload)
-    return arguments
+    return pattern_cute.with_scalars(arguments, workload)
 
 
 def mask_arguments(workload: Workload, sparsity: BlockSparseTensorsTorch | None) -> dict[str, Any]:

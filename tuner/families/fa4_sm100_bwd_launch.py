@@ -115,7 +115,7 @@ def _arguments(config: Config, workload: Workload, sparsity: BlockSparseTensorsT
         arguments["score_mod_bwd"] = pattern_cute.score_mod_bwd(workload)
     else:
         arguments["softcap"] = pattern_torch.softcap_of(workload) or 0.0
-    return arguments
+    return pattern_cute.with_scalars(arguments, workload)
 
 
 def _block_lists(config: Config, workload: Workload, *, fake: bool) -> BlockSparseTensorsTorch | None:

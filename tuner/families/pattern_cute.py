@@ -1,8 +1,10 @@
 """Patterns as CuTe functions: what FA4 compiles into its kernels.
 
 The functions are traced, not run: indices are ``TensorSSA`` values of Int32, scores of Float32.
-Each function carries ``__cute_hash__``, FA4's hook for its compile key: the canonical text of the
-pattern, so that equal patterns share a compiled kernel in every process.
+A pattern's numbers (window, prefix, cap, the step of ALiBi's slopes) are inputs of the kernel: FA4's
+``aux_scalars``, in the order of ``_numbers``. The lengths come with FA4's ``seqlen_info``. So each
+function carries in ``__cute_hash__``, FA4's hook for its compile key, only the names of the pattern's
+pieces: a new window or cap compiles nothing.
 """
 
 from __future__ import annotations
@@ -24,50 +26,63 @@ from tuner.workload import Workload
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
-def mask_mod(workload: Workload) -> Callable[..., Any]:
-    """Return the mask_mod of the pattern's masks; a document mask reads aux_tensors[0], int32 (seqlen,)."""
-    pattern, shift = workload.pattern, workload.seqlen_k - workload.seqlen_q
-    tests: list[Callable[[Any, Any, Any], Any]] = []
+def with_scalars(arguments: dict[str, Any], workload: Workload) -> dict[str, Any]:
+    """Return a call's arguments with what this module's functions among them read at run time."""
+    if arguments.get("softcap"):  # FA4's own softcap takes no run-time scalars beside it
+        return arguments | ({"mask_mod": mask_mod(workload, fixed=True)} if "mask_mod" in arguments else {})
+    if arguments.get("mask_mod") is None and arguments.get("score_mod") is None:
+        return arguments
+    # FA4's compile key holds their types, and None where there are none
+    scalars = tuple((cutlass.Int32 if type(n) is int else cutlass.Float32)(n) for n in _numbers(workload).values())
+    return arguments | {"aux_scalars": scalars} if scalars else arguments
+
+
+def mask_mod(workload: Workload, *, fixed: bool = False) -> Callable[..., Any]:
+    """Return the mask_mod of the pattern's masks; a document mask reads aux_tensors[0], int32 (seqlen,).
+
+    ``fixed`` compiles the pattern's numbers in, for a call that takes no ``aux_scalars``.
+    """
+    pattern, at, numbers = workload.pattern, _positions(workload), tuple(_numbers(workload).values())
+    tests: list[Callable[[Any, Any, Any, Any], Any]] = []  # q is the query's place among the keys
     if pattern.mask("causal"):
-        tests.append(lambda q, kv, aux: kv <= q + _int(shift))
-    if part := pattern.mask("sliding_window"):
-        window = int(part["window"])  # type: ignore[arg-type]
-        tests.append(lambda q, kv, aux: (kv <= q + _int(shift)) & (kv > q + _int(shift - window)))
-    if part := pattern.mask("prefix_lm"):
-        prefix = int(part["prefix"])  # type: ignore[arg-type]
-        tests.append(lambda q, kv, aux: (kv <= q + _int(shift)) | (kv < _int(prefix)))
+        tests.append(lambda q, kv, aux, scalars: kv <= q)
+    if pattern.mask("sliding_window"):
+        tests.append(lambda q, kv, aux, scalars: (kv <= q) & (kv > q - _int(scalars[at["window"]])))
+    if pattern.mask("prefix_lm"):
+        tests.append(lambda q, kv, aux, scalars: (kv <= q) | (kv < _int(scalars[at["prefix"]])))
     if pattern.mask("document"):
-        tests.append(lambda q, kv, aux: _int(aux[0][q[0]]) == _int(aux[0][kv[0]]))
+        tests.append(lambda q, kv, aux, scalars: _int(aux[0][q[0]]) == _int(aux[0][kv[0]]))
+    aligned = pattern.mask("document") is not None  # a workload's documents hold as many queries as keys
 
-    def keep(b: Any, h: Any, q: Any, kv: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
-        return reduce(lambda x, y: x & y, (test(q, kv, aux_tensors) for test in tests))
+    def keep(b: Any, h: Any, q: Any, kv: Any, seqlen_info: Any, aux_tensors: Any, aux_scalars: Any = None) -> Any:
+        scalars, place = numbers if fixed else aux_scalars, q if aligned else q + _shift(seqlen_info)
+        return reduce(lambda x, y: x & y, (test(place, kv, aux_tensors, scalars) for test in tests))
 
-    return _hashed(keep, f"mask|{shift}|{' & '.join(map(str, pattern.masks))}")
+    return _hashed(keep, f"mask fixed {pattern}" if fixed else "mask", workload)
 
 
 def score_mod(workload: Workload) -> Callable[..., Any] | None:
     """Return the score_mod of the pattern's score modifications, or None."""
-    cap, alibi = softcap_of(workload), workload.pattern.score("alibi") is not None
-    shift, heads = workload.seqlen_k - workload.seqlen_q, workload.heads_q
-    varlen = workload.layout == "varlen"  # there indices count within a sequence, and each has a shift of its own
-    if cap is None and not alibi:
+    softcap, alibi = softcap_of(workload) is not None, workload.pattern.score("alibi") is not None
+    at = _positions(workload)
+    if not softcap and not alibi:
         return None
 
-    def modify(score: Any, b: Any, h: Any, *, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
-        if cap is not None:
+    def modify(
+        score: Any, b: Any, h: Any, *, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any, aux_scalars: Any
+    ) -> Any:
+        if softcap:
             # FA4's own softcap divides; the reciprocal saves a division an element
-            score = cute.math.tanh(score * (1.0 / cap), fastmath=True) * cap
+            score = cute.math.tanh(score * aux_scalars[at["1/cap"]], fastmath=True) * aux_scalars[at["cap"]]
         if alibi:
-            slope = cute.math.exp2((h + 1).to(cutlass.Float32) * (-8.0 / heads), fastmath=True)
-            ends_apart = _int(seqlen_info.seqlen_k - seqlen_info.seqlen_q) if varlen else shift
-            distance = (q_idx + ends_apart - kv_idx).to(cutlass.Float32)
+            slope = cute.math.exp2((h + 1).to(cutlass.Float32) * aux_scalars[at["slope_step"]], fastmath=True)
+            distance = (q_idx + _shift(seqlen_info) - kv_idx).to(cutlass.Float32)
             # max(x, -x): the absolute value without leaving TensorSSA
             score = score - slope * cute.where(distance < 0.0, -distance, distance)
         return score
 
     modify.__vec_size__ = 2  # type: ignore[attr-defined]  # sm_90's widest; FA4 falls to 1 beside aux tensors
-    where = "varlen" if varlen else str(shift)
-    return _hashed(modify, f"score|{where}|{heads if alibi else 0}|{' + '.join(map(str, workload.pattern.scores))}")
+    return _hashed(modify, "score", workload)
 
 
 def score_mod_bwd(workload: Workload) -> Callable[..., Any] | None:
@@ -76,26 +91,48 @@ def score_mod_bwd(workload: Workload) -> Callable[..., Any] | None:
     It gets the scaled score from before the modification: d(cap tanh(s / cap)) / ds = 1 - tanh(s / cap)^2,
     and ALiBi adds a constant.
     """
-    cap = softcap_of(workload)
+    softcap, at = softcap_of(workload) is not None, _positions(workload)
     if not workload.pattern.scores:
         return None
 
-    def backward(
-        grad: Any, score: Any, b: Any, h: Any, *, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any
-    ) -> Any:
-        if cap is None:
+    def backward(grad: Any, score: Any, b: Any, h: Any, *, aux_scalars: Any, **others: Any) -> Any:
+        if not softcap:
             return grad
-        t = cute.math.tanh(score * (1.0 / cap), fastmath=True)
+        t = cute.math.tanh(score * aux_scalars[at["1/cap"]], fastmath=True)
         return grad * (1.0 - t * t)
 
-    return _hashed(backward, f"score_bwd|{' + '.join(map(str, workload.pattern.scores))}")
+    return _hashed(backward, "score_bwd", workload)
+
+
+def _numbers(workload: Workload) -> dict[str, int | float]:
+    """Return a pattern's numbers by name; which there are and their order follow from its pieces' names."""
+    pattern, numbers = workload.pattern, dict[str, int | float]()
+    for mask, key in (("sliding_window", "window"), ("prefix_lm", "prefix")):
+        if part := pattern.mask(mask):
+            numbers[key] = int(part[key])  # type: ignore[arg-type]
+    if (cap := softcap_of(workload)) is not None:
+        numbers |= {"cap": cap, "1/cap": 1.0 / cap}
+    if pattern.score("alibi"):
+        numbers["slope_step"] = -8.0 / workload.heads_q
+    return numbers
+
+
+def _positions(workload: Workload) -> dict[str, int]:
+    return {name: i for i, name in enumerate(_numbers(workload))}
+
+
+def _shift(seqlen_info: Any) -> Any:
+    """Return how far the first query stands behind the first key: bottom-right aligned, also of a packed sequence."""
+    return _int(seqlen_info.seqlen_k - seqlen_info.seqlen_q)
 
 
 def _int(value: Any) -> Any:
     return utils.scalar_to_ssa(value, cutlass.Int32)
 
 
-def _hashed(function: Callable[..., Any], text: str) -> Callable[..., Any]:
-    digest = hashlib.sha256(f"{_SOURCE}|{text}".encode()).hexdigest()
+def _hashed(function: Callable[..., Any], kind: str, workload: Workload) -> Callable[..., Any]:
+    pattern = workload.pattern
+    names = f"{'&'.join(p.name for p in pattern.masks)}|{'+'.join(p.name for p in pattern.scores)}"
+    digest = hashlib.sha256(f"{_SOURCE}|{kind}|{names}".encode()).hexdigest()
     function.__cute_hash__ = digest  # type: ignore[attr-defined]
     return function
