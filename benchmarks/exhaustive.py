@@ -249,4 +249,8 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except InputError as e:
+        print(f"exhaustive.py: {e}", file=sys.stderr)
+        sys.exit(2)

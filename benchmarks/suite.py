@@ -33,6 +33,7 @@ if __name__ == "__main__":
 from benchmarks import suite_report as report
 from db.store import Published, Store
 from tuner import families, workload_file
+from tuner.errors import InputError
 from tuner.spec import StudySettings
 from tuner.study import Event
 from tuner.workload_file import NamedWorkload
@@ -221,4 +222,8 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except InputError as e:
+        print(f"suite.py: {e}", file=sys.stderr)
+        sys.exit(2)

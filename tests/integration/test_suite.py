@@ -135,3 +135,10 @@ def test_real_kernels_of_a_cpu(tmp_path: Path) -> None:
     rivals = {c["workload"]["pattern"]: set(c["rivals"]) for c in found["cells"]}
     assert rivals == {"causal": {"flex_cpu", "sdpa_cpu"}, "sliding_window(window=64)": {"flex_cpu"}}
     assert len(json.loads((tmp_path / "out" / "verify.json").read_text())) == 2
+
+
+def test_a_file_that_is_none_is_said_in_one_line(tmp_path: Path) -> None:
+    out, err = finish(start(tmp_path, "speed = 1"), 2)
+    assert out == ""
+    assert err.startswith("suite.py: suite.toml: ")
+    assert err.count("\n") == 1
